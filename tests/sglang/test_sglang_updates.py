@@ -16,7 +16,7 @@ import epload
 from epload.sync.scope import Scope
 from support.jobs import Job, Meeting, run
 from support.pretrained import fsdp, published
-from support.small_syncs import outcome, sending
+from support.small_syncs import outcome
 
 CPU = torch.device("cpu")
 
@@ -69,18 +69,26 @@ class Scheduler:
         return events
 
 
-def train(rank: int, meeting: Meeting, folder: Path, versions: int) -> None:
-    """Shards a transformers model as FSDP2 does, and saves and sends versions of it."""
+def train(rank: int, meeting: Meeting, folder: Path, versions: int, restarts: bool = False) -> None:
+    """Shards a transformers model as FSDP2 does, and saves and sends versions of it; each with a sender of its own at one address
+    if the trainer is started again."""
     from transformers import AutoModelForCausalLM
 
     model = fsdp(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), shard=2)
-    with sending(meeting, model, 2, timeout=100) as sender:
-        for version in range(1, versions + 1):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.to_local().add_(1)
-            epload.save(model, folder / f"version-{version}")
-            sender.send_weights(version)
+    sender, address = None, "127.0.0.1:0"
+    for version in range(1, versions + 1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().add_(1)
+        epload.save(model, folder / f"version-{version}")
+        if sender is None:
+            sender = epload.WeightSender(model, address, receivers=2, timeout=100)
+            address = sender.address
+            meeting.say(f"address-{version}", address)
+        sender.send_weights(version)
+        if restarts or version == versions:
+            sender.close()
+            sender = None
 
 
 def loaded(config: Any, folder: Path) -> Any:
@@ -91,7 +99,7 @@ def loaded(config: Any, folder: Path) -> Any:
     return model
 
 
-def follow(rank: int, meeting: Meeting, folder: Path, drafts: bool) -> list[Any]:
+def follow(rank: int, meeting: Meeting, folder: Path, drafts: bool, restarts: bool) -> list[Any]:
     """Two versions; returns what differs from SGLang's own load, after each."""
     from epload.integrations.sglang.updates import EngineUpdates
 
@@ -102,8 +110,9 @@ def follow(rank: int, meeting: Meeting, folder: Path, drafts: bool) -> list[Any]
         configs.append(draft_config(config))
         models.append(make_draft(configs[1], models[0], folder))
     scheduler, found = Scheduler(models), []
-    updates, address = EngineUpdates.of(scheduler), meeting.hear("address", 100)
+    updates = EngineUpdates.of(scheduler)
     for version in (1, 2):
+        address = meeting.hear(f"address-{version if restarts else 1}", 100)
         updates.receive(address, version, verify=False)
         updates.commit(wait=100)
         expected = [loaded(config, folder / f"version-{version}")]
@@ -138,10 +147,12 @@ def beyond(name: str) -> bool:
     return name.startswith(("model.layers.2", "model.layers.3"))
 
 
-@pytest.mark.parametrize(("name", "drafts"), [("llama", False), ("llama", True), ("deepseek_v3", False)])
-def test_each_version_is_as_sglang_loads_it(name: str, drafts: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "drafts", "restarts"), [("llama", False, True), ("llama", True, False), ("deepseek_v3", False, False)]
+)
+def test_each_version_is_as_sglang_loads_it(name: str, drafts: bool, restarts: bool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, CONFIGS[name])
-    _, found = run([Job(2, train, (tmp_path, 2)), Job(2, follow, (tmp_path, drafts))], limit=200)
+    _, found = run([Job(2, train, (tmp_path, 2, restarts)), Job(2, follow, (tmp_path, drafts, restarts))], limit=200)
     for rank in found:
         for version in (1, 2):
             differs, events = rank[2 * version - 2 : 2 * version]
@@ -159,7 +170,7 @@ def fail(rank: int, meeting: Meeting, folder: Path) -> list[str]:
     config = make_rank(folder, 2)
     model = loaded(config, folder)
     scheduler = Scheduler([model])
-    updates, address = EngineUpdates.of(scheduler), meeting.hear("address", 100)
+    updates, address = EngineUpdates.of(scheduler), meeting.hear("address-1", 100)
     wrong: list[str] = []
 
     def check(what: str, holds: bool) -> None:

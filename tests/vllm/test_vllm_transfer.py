@@ -339,6 +339,18 @@ def test_a_trainer_does_not_wait_for_the_call_of_a_sync_that_failed(error: Excep
     engine.client.over.set()
 
 
+def test_an_update_in_which_nothing_was_received_can_end() -> None:
+    """As where another engine is dead: vLLM begins no update before the last one has ended."""
+    from epload.integrations.vllm import EploadWeightTransferEngine
+
+    engine = object.__new__(EploadWeightTransferEngine)
+    for stage, partially_updated, commits in (("host", False, 0), ("host", True, 1), ("none", False, 1)):
+        receiver = mock.Mock(staged=None, stage=stage, partially_updated=partially_updated)
+        engine._receiver = receiver
+        engine.finish_weight_update()
+        assert receiver.commit.call_count == commits
+
+
 def test_vllm_finds_the_engines_through_its_plugins() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     module, _, name = project["entry-points"]["vllm.general_plugins"]["epload"].partition(":")

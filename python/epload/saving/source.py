@@ -114,6 +114,8 @@ def _config_files(
     ``manifest``: of the tensors before they are quantized."""
     declared = {} if quantized is None else {"quantization_config": quantized.quantization_config}
     if is_diffusers(type(inner)):
+        if not hasattr(inner, "to_json_string"):
+            raise ValueError(f"{type(inner).__name__} is several models, each with a folder of its own; save them one by one")
         described = {**json.loads(inner.to_json_string()), "_class_name": class_before_fsdp(type(inner)).__name__}
         return {CONFIG: (json.dumps(described | declared, indent=2, sort_keys=True) + "\n").encode()}
     if not is_from_package(inner, "transformers") or not hasattr(inner, "config"):
