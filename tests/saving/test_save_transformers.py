@@ -174,3 +174,17 @@ def test_a_tied_embedding_has_its_own_name_with_names_from(tmp_path: Path) -> No
     names = {"lm_head.weight": torch.zeros(32, 16)} | expected
     epload.save(model, tmp_path / "ours", names_from=names)
     assert_same(load_file(tmp_path / "ours/model.safetensors"), expected)
+
+
+def test_a_tie_that_no_class_declares_is_refused(tmp_path: Path) -> None:
+    """``save_pretrained`` raises, too; ``from_pretrained`` would initialize one of the two."""
+    model = random("llama", 1)
+    layers = model.model.layers
+    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    with pytest.raises(RuntimeError, match="contained shared tensors"):
+        model.save_pretrained(tmp_path / "theirs")
+    text = r"model\.layers\.0\.mlp\.up_proj\.weight and model\.layers\.1\.mlp\.up_proj\.weight are one parameter"
+    for wrapped in (model, torch.compile(model)):
+        with pytest.raises(epload.ModelMismatch, match=text):
+            epload.save(wrapped, tmp_path / "ours")
+    epload.save(model, tmp_path / "ours", mapping=epload.Mapping())  # for loads that do not depend on the library

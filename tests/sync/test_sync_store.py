@@ -1,7 +1,8 @@
-"""Stores that answer late: a name server that does not answer holds up a TCPStore, which serves no one meanwhile."""
+"""Stores that answer late, as a name server that does not answer holds up a TCPStore, and a port that is used again."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -10,8 +11,12 @@ from pathlib import Path
 
 from torch.distributed import HashStore
 
+import epload
 from epload.sync import store
 from epload.sync.liveness import LEASE_SECONDS, LEFT, Liveness, Participant
+from support.jobs import Job, Meeting, run
+from support.small_syncs import receiving, take
+from support.synced_models import build, check, write
 
 LATE_NAMES = """
 #define _GNU_SOURCE
@@ -94,3 +99,27 @@ def test_at_exit_groups_are_aborted_and_receivers_leave_without_new_threads() ->
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", AT_EXIT], env=environment, timeout=60, capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "left\naborted\n", "")
+
+
+def send_with_one_after_another(rank: int, meeting: Meeting) -> None:
+    """The garbage collector is off, as in training loops that call it themselves now and then."""
+    gc.disable()
+    model, address = build("fsdp", 2), "127.0.0.1:0"
+    for version in (1, 2, 3):
+        write(model, version)
+        with epload.WeightSender(model, address, receivers=1, timeout=60) as sender:
+            address = sender.address
+            meeting.say(f"address-{version}", address)
+            sender.send_weights(version)
+
+
+def receive_with_one_after_another(rank: int, meeting: Meeting) -> None:
+    model = build("plain", 1)
+    for version in (1, 2, 3):
+        with receiving(meeting, model, where=f"address-{version}") as receiver:
+            take(receiver)
+            check(model, version)
+
+
+def test_a_sender_that_was_closed_leaves_its_port_to_the_next() -> None:
+    run([Job(2, send_with_one_after_another), Job(1, receive_with_one_after_another)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingType
 from dataclasses import replace
@@ -21,11 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from epload.errors import ModelMismatch
-from epload.mapping.mapping import Convert, Mapping, Rename
+from epload.mapping.mapping import Convert, Mapping, Rename, apply_renames
 from epload.mapping.operations import Operation, TargetShapes, TensorLists
 from epload.mapping.tracking import ElementTracker, track
 from epload.mapping.wrappers import TRAINED_COPY, strip_wrappers, unwrap
-from epload.model.initialization import class_before_fsdp
+from epload.model.initialization import class_before_fsdp, is_pretrained
 
 _SCALES = "_scale_inv"
 """Appended to a weight's name, the name of its scales in the library's fp8."""
@@ -67,6 +68,33 @@ def from_transformers(model: Any) -> Mapping:
         ignore_unexpected=unexpected,
         ignore_missing=missing,
     )
+
+
+def check_declared_ties(model: Any, index: MappingType[str, int]) -> None:
+    """Raises ModelMismatch if a model of the library has one parameter under two names, and its classes do not tie these: of a
+    checkpoint that has it once, ``from_pretrained`` initializes the other anew.
+
+    Args:
+        index: the parameters' numbers by their names.
+    """
+    inner, aliases, _ = unwrap(model, index)
+    if len({*index.values()}) == len(index) or not is_pretrained(type(inner)):
+        return
+    declared = [
+        f"{path}.{pattern}" if path else pattern
+        for path, module in inner.named_modules()
+        for pattern in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, number in zip(apply_renames(aliases, [*index]), index.values(), strict=True):
+        if not any(re.search(pattern, name) for pattern in declared):
+            names[number].append(name)
+    for undeclared in names.values():
+        if len(undeclared) > 1:
+            raise ModelMismatch(
+                f"{undeclared[0]} and {undeclared[1]} are one parameter, which {type(inner).__name__} does not declare, so that "
+                "from_pretrained would initialize the second anew; give it a copy, or declare it in _tied_weights_keys"
+            )
 
 
 def checkpoint_form(

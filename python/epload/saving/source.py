@@ -21,6 +21,7 @@ from epload.checkpoint.quantization import quantized_with, without_quantization
 from epload.core import dtypes as dtype_names
 from epload.mapping.mapping import AnyMapping, Mapping, quantize_rule
 from epload.mapping.precision import left_in_fp32
+from epload.mapping.transformers import check_declared_ties
 from epload.mapping.wrappers import is_from_package, unwrap
 from epload.model.initialization import class_before_fsdp, is_diffusers
 from epload.model.megatron import MegatronChunks
@@ -63,7 +64,10 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
         ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog`, :func:`epload.saving.model_reader.ModelReader`,
             :func:`with_dtype` and :class:`epload.saving.quantized.QuantizedModel`.
     """
-    targets = ModelReader(model, own_names=isinstance(mapping, Mapping)).read()
+    reader = ModelReader(model, own_names=isinstance(mapping, Mapping))
+    targets = reader.read()
+    if not isinstance(mapping, Mapping) and names_from is None and not reader.has_adapters:
+        check_declared_ties(model, targets.index)
     manifest, placed, shapes = catalog(model, targets, mapping, names_from)
     is_megatron, stem = isinstance(model, MegatronChunks), MODEL
     if dtype is not None and is_megatron:

@@ -391,6 +391,7 @@ class Generation:
             if route is not None:
                 route.groups.clear()
         del self._changes  # which refers to this generation
+        self.control.close()
 
 
 def _for_both_jobs(failure: Exception | None) -> Exception | None:

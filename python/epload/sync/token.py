@@ -9,12 +9,14 @@ who can read the network reads the weights, and who can change what is on it can
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import ipaddress
 import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +33,8 @@ _HANDSHAKE_SECONDS = 10.0
 _BACKLOG, _MAX_UNAUTHENTICATED = 1024, 256
 """Connections that wait to be accepted, and those that are accepted and not authenticated yet."""
 _CHUNK_BYTES = 1 << 16
+_PORT_SECONDS = 3.0
+"""Maximum seconds to wait for a port that is in use."""
 LOOPBACK = "127.0.0.1"
 _tunnels: dict[tuple[str, int, str, str], Relay] = {}
 _lock = threading.Lock()
@@ -170,7 +174,18 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 def listen(host: str, port: int) -> socket.socket:
     """Returns a socket that listens at a port: on the loopback interface for an address of that, else on all interfaces. Raises
-    OSError: the port is in use."""
+    OSError: the port is in use, and stays so for some seconds, in which the groups of a sender that was closed let go of it."""
+    until = time.monotonic() + _PORT_SECONDS
+    while True:
+        try:
+            return _listen(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
+                raise
+            time.sleep(0.05)
+
+
+def _listen(host: str, port: int) -> socket.socket:
     if is_loopback(host):
         family, *_, (own, *_) = min(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))  # IPv4, if it has both
         return socket.create_server((str(own), port), family=family, backlog=_BACKLOG)
