@@ -290,7 +290,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "fp4 experts": (fine_grained((128, 128), expert_dtype="fp4"), "expert_dtype to be 'fp8'"),
     "integers": (quantized.compressed(strategy="channel", type="int"), "type to be 'float'"),
     "rotated inputs": (
-        {**quantized.compressed(strategy="channel"), "transform_config": {"config_groups": {"u": {}}}}, "transform_config to be None",
+        {**quantized.compressed(strategy="channel"), "transform_config": {"config_groups": {"u": {}}}},
+        "transform_config to be None",
     ),
     "no configuration": ({"hidden_size": 3}, "has none; pass a dict"),
     "no pattern": (fine_grained((128, 128), modules_to_not_convert=["lm_head("]), "excludes as regular expressions"),

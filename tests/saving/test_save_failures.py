@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -141,6 +142,26 @@ def new_folder(path: Path, overwrite: bool) -> NewFolder:
     new = NewFolder(path, path.with_name(f".{path.name}.0.saving"), overwrite, NO_FILES)
     new.create()
     return new
+
+
+def test_a_file_system_without_sizes_is_written_to(tmp_path: Path) -> None:
+    with mock.patch.object(folders.shutil, "disk_usage", lambda path: SimpleNamespace(total=0, used=0, free=0)):
+        epload.save({"w": torch.ones(2)}, tmp_path / "saved")
+
+
+def test_a_file_system_that_renames_no_folders_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Mounts of object storage rename none that hold files. Nothing stays behind there."""
+
+    def rename(source: Path, target: Path) -> None:
+        if any(Path(source).iterdir()):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        os_rename(source, target)
+
+    os_rename = os.rename
+    with mock.patch.object(os, "rename", rename):
+        text = "Too many open files, as this file system does not rename folders that hold files"
+        must_raise(epload.LoadError, text, epload.save, {"w": torch.ones(2)}, tmp_path / "saved")
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("exists", [True, False])

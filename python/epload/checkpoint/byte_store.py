@@ -24,6 +24,8 @@ from epload.core.regions import Regions
 from epload.errors import CheckpointError
 
 _STREAM_BYTES = 256 << 10
+OPENING_THREADS = 16
+"""Threads that open files and read their headers: each request of a mounted object storage takes tens of milliseconds."""
 PEEK_BYTES = 16 << 20
 """Maximum number of bytes of a configuration."""
 SPAN_BYTES = 64 << 20

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, Progress, Shared, Source, StoredFile
+from epload.checkpoint.byte_store import OPENING_THREADS, ByteStore, Progress, Shared, Source, StoredFile
+from epload.core import threads
 from epload.core.copy_table import CopyTable
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
@@ -156,8 +158,8 @@ class LocalStore(ByteStore):
     def resolve(self, relative: str) -> Source:
         return (self.path / relative).resolve()
 
-    def open_files(self, names: Sequence[str]) -> Iterator[LocalFile]:
-        return (LocalFile(self.path / name) for name in names)
+    def open_files(self, names: Sequence[str]) -> list[LocalFile]:
+        return threads.run_all("epload-open", [partial(LocalFile, self.path / name) for name in names], OPENING_THREADS)
 
     def reopen(self) -> None:
         for file in self._all_files():

@@ -107,7 +107,7 @@ class InputReader:
                 if not auto:
                     raise
                 # Else it has no checkpoint, for another reason.
-                if isinstance(error, CheckpointError) and error.__cause__ is None:
+                if isinstance(error, CheckpointError) and not isinstance(error.__cause__, FileNotFoundError):
                     logger.warning("rank %d gets another rank's checkpoint: %s", self._resources.topology.rank, error)
         self.manifest = inputs.checkpoint.manifest if inputs.checkpoint is not None else manifest
         return self.manifest

@@ -132,8 +132,8 @@ class NodeConnection:
         return load, attempt, step if self.waits_since else step - 1
 
     def close(self) -> None:
-        """Lets go of the store, whose port is free once nobody has it. Controls are part of cycles, which the garbage collector may
-        find much later."""
+        """Lets go of the store, whose port is free once nobody has it. Controls are part of cycles, which the garbage collector
+        may find much later."""
         self.store = self._own = None
 
     def __del__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import socket
 import struct
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
+from epload.core.log import logger
 from epload.errors import LoadError
 from epload.ranks.tree import Tree
 
@@ -19,6 +21,9 @@ _SIZE = struct.Struct("<Q")
 _HELLO_SECONDS = 5.0
 """Maximum seconds from a connection to its hello: other programs may connect, too."""
 _POLL_SECONDS = 0.02
+_WARN_SECONDS = 10.0
+"""Seconds that a rank waits for another one of its node until it says so."""
+_WAY_OUT = "if they are in containers that cannot reach one another, give each a node of its own (epload.Topology.from_nodes)"
 _CHUNK = 1 << 18
 
 
@@ -114,7 +119,21 @@ def _hello(token: str, rank: int) -> bytes:
     return f"{token}{rank:12}".encode()
 
 
+def _warner(rank: int) -> Callable[[str], None]:
+    """Returns a function that logs once for what a rank waits, if that takes long."""
+    warn_at = time.monotonic() + _WARN_SECONDS
+
+    def warn(what: str) -> None:
+        nonlocal warn_at
+        if time.monotonic() >= warn_at:
+            warn_at = math.inf
+            logger.warning("rank %d waits for %s; %s", rank, what, _WAY_OUT)
+
+    return warn
+
+
 def _connect(address: str, token: str, tree: Tree, until: float, check: Callable[[], None]) -> Link:
+    warn = _warner(tree.rank)
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -124,9 +143,10 @@ def _connect(address: str, token: str, tree: Tree, until: float, check: Callable
         except OSError as error:  # the leader does not listen yet
             connection.close()
             check()
-            if time.monotonic() >= until:
+            if time.monotonic() >= until or isinstance(error, PermissionError):
                 text = f"rank {tree.rank} could not connect to rank {tree.leader} of its node: {error}"
-                raise LoadError(text) from error
+                raise LoadError(f"{text}; {_WAY_OUT}") from error
+            warn(f"rank {tree.leader} of its node, which does not answer ({error})")
             time.sleep(_POLL_SECONDS)
 
 
@@ -136,11 +156,13 @@ def _accept(address: str, token: str, tree: Tree, until: float, check: Callable[
         listener.bind(address)
         listener.listen(len(tree.members))
         listener.settimeout(5 * _POLL_SECONDS)
+        warn = _warner(tree.rank)
         while missing:
             check()
             if time.monotonic() >= until:
                 names = list(missing.values())
-                raise LoadError(f"ranks {names} did not connect to rank {tree.rank} of their node in time")
+                raise LoadError(f"ranks {names} did not connect to rank {tree.rank} of their node in time; {_WAY_OUT}")
+            warn(f"ranks {[*missing.values()]} of its node to connect")
             with suppress(OSError):  # nobody has connected yet, or it is another program
                 connection, _ = listener.accept()
                 connection.settimeout(_HELLO_SECONDS)

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from epload.core.log import logger
@@ -63,10 +63,11 @@ class NewFolder:
                 "path"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        nbytes, free = sum(layout.sizes), shutil.disk_usage(path.parent).free
-        if nbytes > free:
-            raise LoadError(f"{path.parent} has {free / 1e9:.1f} GB free, and the checkpoint {nbytes / 1e9:.1f} GB")
+        nbytes, usage = sum(layout.sizes), shutil.disk_usage(path.parent)
+        if usage.total and nbytes > usage.free:  # some file systems give no sizes
+            raise LoadError(f"{path.parent} has {usage.free / 1e9:.1f} GB free, and the checkpoint {nbytes / 1e9:.1f} GB")
         self.temporary.mkdir()
+        self._check_rename()
         if replaces:
             self._check_exchange()
         for number, (name, header, size) in enumerate(zip(layout.names, layout.headers, layout.sizes, strict=True)):
@@ -76,6 +77,19 @@ class NewFolder:
             os.truncate(self.temporary / name, size)
             with closing(self):
                 self.write(number, 0, memoryview(header))
+
+    def _check_rename(self) -> None:
+        """Raises OSError if :meth:`commit` could not rename a folder with files here, before anything is written."""
+        one, other = (self.temporary / name for name in ("one", "other"))
+        one.mkdir()
+        (one / "file").touch()
+        try:
+            os.rename(one, other)
+        except OSError as error:
+            text = f"{error.strerror}, as this file system does not rename folders that hold files; save to another one"
+            raise OSError(error.errno, text, str(one)) from error
+        (other / "file").unlink()
+        other.rmdir()
 
     def _check_exchange(self) -> None:
         """Raises OSError if :meth:`commit` could not replace a folder here, before anything is written."""
@@ -152,8 +166,11 @@ def discard(temporary: Path) -> None:
     Renames it first: a rank that is about to :meth:`NewFolder.commit` must find all of it under its name, or nothing.
     """
     discarded = temporary.with_name(f"{temporary.name}.discarded")
-    with suppress(OSError):
+    try:
         os.rename(temporary, discarded)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):  # a commit cannot rename it, either
+            discarded = temporary
     shutil.rmtree(discarded, ignore_errors=True)
 
 
