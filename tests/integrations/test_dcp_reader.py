@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from itertools import product
@@ -13,20 +14,24 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, HuggingFaceStorageReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, HuggingFaceStorageReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map_only
 
+import epload
 from epload import CheckpointError
 from epload.integrations.dcp import StorageReader
 from support import fp8, ranks
 from support.checks import full_values, local_of
 from support.dcp_checkpoints import BF16, FORMATS, MODELS, folder_of, save_all, sharded
 from support.on_ranks import on_ranks
+from support.tensor_classes import Halved
 
 
 def differ(ours: Any, theirs: Any, name: str = "") -> list[str]:
@@ -261,3 +266,64 @@ def test_planners_may_choose_what_is_read(rank: int, tmp_path: Path) -> None:
         dcp.load(state, storage_reader=StorageReader(tmp_path), planner=Choosing(when))
         skipped = torch.ones(5) if when == "never" else torch.zeros(5)
         assert differ(state, {"loaded": torch.arange(5.0), "skipped": skipped}) == [], when
+
+
+def save_rows(folder: Path) -> None:
+    save_file({"w": torch.arange(8.0)}, folder / "rows.safetensors")
+
+
+@on_ranks(2, save_rows)
+def test_rows_that_are_apart_are_refused(rank: int, tmp_path: Path) -> None:
+    """torch's planner takes them for consecutive ones, so that its own readers fill them wrongly."""
+    on = init_device_mesh("cpu", (2,))
+    value = DTensor.from_local(torch.zeros(4), on, [_StridedShard(0, split_factor=2)], run_check=False)
+    with pytest.raises(BaseException, match=r"w has placements .* which give this rank rows that are apart"):
+        dcp.load({"w": value}, storage_reader=StorageReader(tmp_path / "rows.safetensors"))
+    assert not local_of(value).any()
+
+
+def test_a_tensor_that_hands_out_copies_is_filled_by_its_own_copy(tmp_path: Path) -> None:
+    save_rows(tmp_path)
+
+    class Filled(Halved):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default:
+                args[0].inner.copy_(args[1] / 2)
+                return args[0]
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    value = Filled(torch.zeros(8))
+    dcp.load({"w": value}, storage_reader=StorageReader(tmp_path / "rows.safetensors"))
+    assert torch.equal(value.inner, torch.arange(8.0) / 2)
+
+
+def test_an_error_that_one_rank_meets_once_is_not_tried_again() -> None:
+    """torch tries again with ``rank=`` if it may, and then goes on without the others."""
+    assert not [*inspect.signature(StorageReader("x").read_metadata).parameters]
+
+
+def test_chunks_that_are_plain_tuples(tmp_path: Path) -> None:
+    """As Megatron-FSDP writes them."""
+
+    class Plain(DefaultSavePlanner):
+        def create_global_plan(self, plans: Any) -> Any:
+            plans, metadata = super().create_global_plan(plans)
+            entry: Any = metadata.state_dict_metadata["w"]
+            entry.chunks = [ChunkStorageMetadata(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks]  # type: ignore[arg-type]
+            return plans, metadata
+
+    dcp.save({"w": torch.arange(8.0)}, checkpoint_id=tmp_path / "saved", planner=Plain())
+    state = {"w": torch.zeros(8)}
+    epload.load_state(state, tmp_path / "saved")
+    assert torch.equal(state["w"], torch.arange(8.0))
+
+
+def test_what_has_a_state_of_its_own_is_refused(tmp_path: Path) -> None:
+    dcp.save({"w": torch.arange(8.0)}, checkpoint_id=tmp_path / "saved")
+    model = nn.Linear(2, 2)
+    divided = torch.zeros(4)
+    divided.global_offsets = ()  # type: ignore[attr-defined]
+    for value, text in ((model, r"app is a Linear; pass its state_dict\(\)"), (divided, "app is a Tensor that is divided among")):
+        with pytest.raises(TypeError, match=text):
+            epload.load_state({"w": torch.zeros(8), "app": value}, tmp_path / "saved", strict=False)

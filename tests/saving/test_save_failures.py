@@ -145,7 +145,7 @@ def new_folder(path: Path, overwrite: bool) -> NewFolder:
 
 
 def test_a_file_system_without_sizes_is_written_to(tmp_path: Path) -> None:
-    with mock.patch.object(folders.shutil, "disk_usage", lambda path: SimpleNamespace(total=0, used=0, free=0)):
+    with mock.patch.object(folders.shutil, "disk_usage", return_value=SimpleNamespace(total=0, used=0, free=0)):
         epload.save({"w": torch.ones(2)}, tmp_path / "saved")
 
 

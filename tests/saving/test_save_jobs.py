@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
 from contextlib import nullcontext
@@ -21,6 +22,9 @@ from torch.distributed.fsdp import fully_shard
 import epload
 from epload.checkpoint.delta import BATCH_BYTES
 from epload.core.log import logger
+from epload.ranks.control import Control
+from epload.ranks.single_flight import Call, exclusive
+from epload.ranks.topology import Topology
 from epload.saving import shared
 from epload.saving.plan import SLOT_BYTES
 from epload.saving.run import PendingSave
@@ -293,3 +297,26 @@ def calls_while_a_save_is_stuck(rank: int, folder: str) -> list[str]:
 
 def test_what_is_made_or_called_wrongly_waits_too(tmp_path: Path) -> None:
     all_fine(ranks.run(2, calls_while_a_save_is_stuck, str(tmp_path)))
+
+
+def test_a_child_of_a_fork_is_in_no_call_of_its_parent() -> None:
+    topology, entered, over = Topology([[0]], None, 0, Control(None, (0,), 0)), threading.Event(), threading.Event()
+
+    def call() -> None:
+        with exclusive(Call("save()", topology)):
+            entered.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert entered.wait(60)
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            with exclusive(Call("load()", topology)):
+                code = 0
+        finally:
+            os._exit(code)
+    over.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0

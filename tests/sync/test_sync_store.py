@@ -6,14 +6,17 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 from torch.distributed import HashStore
 
 import epload
 from epload.sync import store
 from epload.sync.liveness import LEASE_SECONDS, LEFT, Liveness, Participant
+from epload.sync.participants import ReceiverRendezvous
 from support.jobs import Job, Meeting, run
 from support.small_syncs import receiving, take
 from support.synced_models import build, check, write
@@ -123,3 +126,12 @@ def receive_with_one_after_another(rank: int, meeting: Meeting) -> None:
 
 def test_a_sender_that_was_closed_leaves_its_port_to_the_next() -> None:
     run([Job(2, send_with_one_after_another), Job(1, receive_with_one_after_another)])
+
+
+def test_a_receiver_that_is_collected_in_a_thread_of_its_own_leaves() -> None:
+    """The garbage collector runs in any thread; a thread cannot wait for itself."""
+    beats = HashStore()
+    rendezvous = ReceiverRendezvous(beats, beats, epload.EngineRank("engine"), timedelta(seconds=20))
+    with mock.patch.object(rendezvous, "_thread", threading.current_thread()):
+        rendezvous.close()
+    assert beats.get(f"alive/{rendezvous.participant.number}") == LEFT

@@ -140,8 +140,8 @@ def _parse(root: Any) -> DcpMetadata:
         if dtype is None:
             raise ValueError(f"{name} has no dtype that epload knows")
         chunks = map(_fields, fields["chunks"])
-        boxes = [(_integers(*chunk["offsets"]), _integers(*chunk["sizes"])) for chunk in chunks]
-        parsed.tensors[name] = dtype, _integers(*fields["size"]), boxes
+        boxes = [(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
+        parsed.tensors[name] = dtype, _size(fields["size"]), boxes
     for index, info in _pairs(metadata["storage_data"] or []):
         place, fields = _fields(index), _fields(info)
         if transforms := fields.get("transform_descriptors"):
@@ -150,7 +150,7 @@ def _parse(root: Any) -> DcpMetadata:
         if not is_plain(file):
             raise ValueError(f"expected a plain file name in the checkpoint's own folder, got {brief(file)}")
         begin, length = _integers((fields["offset"], fields["length"]))
-        parsed.items[str(place["fqn"]), None if offset is None else _integers(*offset)] = file, begin, length
+        parsed.items[str(place["fqn"]), None if offset is None else _size(offset)] = file, begin, length
     planned = metadata["planner_data"] if isinstance(metadata["planner_data"], list) else []
     for name, path in _pairs(planned):
         if path and isinstance(path, tuple):
@@ -168,6 +168,11 @@ def _fields(value: Any) -> dict[str, Any]:
     if not isinstance(value, PickledCall):
         raise TypeError(f"expected an object with attributes, got {brief(value)}")
     return {str(key): part for key, part in _pairs(value[-1])} if value else {}
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    """Returns a pickled ``torch.Size``, whose argument is a tuple, or the plain tuple that Megatron-FSDP writes."""
+    return _integers(value[0] if value and isinstance(value[0], tuple) else value)
 
 
 def _integers(values: Any = ()) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import UserList
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from epload.checkpoint import dcp
@@ -34,9 +35,11 @@ from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.open_files import FileFacts, OpenFiles
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes
-from epload.core.placement import Box
+from epload.core.placement import Box, owned_regions
 from epload.errors import CheckpointError, ModelMismatch
 from epload.mapping.scales import Scaling, dequantize, scaling_of_box
+from epload.model.dtensor import layout_of
+from epload.model.memory import keeps_writes
 
 _READ_BYTES = 64 << 20
 """Read at a time, and so the size of the buffer for tensors that are not on CPU."""
@@ -78,7 +81,7 @@ class StorageReader(TorchStorageReader):
             self._path = checkpoint_id
         self._close()
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:  # with rank=, torch would go on without the other ranks
         """Describes every tensor as one chunk: in which parts of which files it is, only this reader needs to know.
 
         Raises:
@@ -112,9 +115,11 @@ class StorageReader(TorchStorageReader):
         """
         Raises:
             CheckpointError: a file cannot be read, or has changed since it was opened.
-            ModelMismatch: an fp8 weight has no scale that applies, or a weight is quantized in another way. Nothing is read.
+            ModelMismatch: an fp8 weight has no scale that applies, a weight is quantized in another way, or a rank has rows of a
+                tensor that are apart. Nothing is read.
         """
         assert self._checkpoint is not None
+        _check_boxes(getattr(planner, "state_dict", None) or {})
         items, planned = plan.items, self._planned
         if isinstance(items, _PickledItems) and items.items is None and planned and items.pickled == planned.pickled:
             items = planned.data  # which nobody has looked at
@@ -166,7 +171,8 @@ class StorageReader(TorchStorageReader):
                     f"{list(tensor.shape)}"
                 )
             tensors.append(tensor)
-            targets.append(tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu"))
+            in_place = tensor.is_cpu and keeps_writes(tensor)
+            targets.append(tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
             boxes.append((self._number_of[item.storage_index.fqn], _box_of(item)))
         if checkpoint.read_regions(regions_of_boxes(checkpoint.manifest, boxes, targets)) is None:
             raise CheckpointError(f"{checkpoint.manifest.source}: its tensors are no byte ranges of files")
@@ -234,3 +240,15 @@ def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[str], dict[str
         return dcp.read(OpenFiles(store, facts, str(store), index)), index.metadata.others, index.metadata.paths
     except OSError as error:
         raise unreadable(error) from error
+
+
+def _check_boxes(state: Mapping[str, Any]) -> None:
+    """Raises ModelMismatch for a DTensor of which this rank has several parts, such as the rows of gate and up in a fused matrix:
+    torch's planner takes them for consecutive ones."""
+    for name, value in state.items():
+        strided = isinstance(value, DTensor) and any(hasattr(placement, "split_factor") for placement in value.placements)
+        if strided and len(owned_regions(*layout_of(name, value, in_module=False))) > 1:
+            raise ModelMismatch(
+                f"{name} has placements {value.placements}, which give this rank rows that are apart, and dcp.load would fill "
+                "consecutive ones; redistribute it, or use epload.load"
+            )

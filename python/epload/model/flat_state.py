@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 
 
 class FlatState(nn.Module):
@@ -18,7 +19,7 @@ class FlatState(nn.Module):
             state: tensors, DTensors and other values, in dicts and lists of any depth.
 
         Raises:
-            TypeError: not a dict.
+            TypeError: not a dict; or a value has a ``state_dict()`` of its own, or is divided in another way than a DTensor.
             ValueError: a tensor is on meta.
         """
         super().__init__()
@@ -26,6 +27,11 @@ class FlatState(nn.Module):
             hint = ", a module: pass it to epload.load" if isinstance(state, nn.Module) else ""
             raise TypeError(f"expected a dict of tensors, got {type(state).__name__}{hint}")
         flat, paths = flatten_state_dict(dict(state))
+        for name, value in flat.items():
+            if isinstance(value, Stateful):
+                raise TypeError(f"expected values and tensors, but {name} is a {type(value).__name__}; pass its state_dict()")
+            if type(value).__name__ == "ShardedTensor" or hasattr(value, "global_offsets"):
+                raise TypeError(f"{name} is a {type(value).__name__} that is divided among ranks; expected DTensors")
         tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
         self.others = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
         """Values that are not tensors, by name."""

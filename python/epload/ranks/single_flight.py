@@ -29,9 +29,18 @@ _lock = threading.Lock()
 _current: Call | None = None
 _background: dict[Future[Any], str] = {}
 """Calls that run in threads of their own, with what they are called."""
-os.register_at_fork(after_in_child=_background.clear)
 _PATIENCE = 10.0
 """Seconds after which a call says for which others it waits."""
+
+
+def _forget_parents_calls() -> None:
+    """In a child of a fork, no thread is in any of them."""
+    global _lock, _current
+    _lock, _current = threading.Lock(), None
+    _background.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parents_calls)
 
 
 def add_to_background(call: Future[Any], what: str) -> None:

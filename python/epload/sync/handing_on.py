@@ -335,7 +335,8 @@ class Holder:
             generation.control.abort(LoadError("a rank that hands on a version has left"))
         if self._thread.is_alive():
             tell(lambda: store.set(self._key, ""), _CLOSING)  # unless the sender's store has ended, and with it the wait
-            self._thread.join(_CLOSING.total_seconds())
+            with suppress(RuntimeError):  # this is the thread, in which the garbage collector has found the receiver
+                self._thread.join(_CLOSING.total_seconds())
 
     @on_cpu
     def _run(self) -> None:

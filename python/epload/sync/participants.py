@@ -273,7 +273,8 @@ class ReceiverRendezvous:
     def close(self) -> None:
         """Leaves: the sender drops this rank."""
         self._closed.set()
-        self._thread.join(_BEAT_SECONDS)
+        with suppress(RuntimeError):  # this is the thread, in which the garbage collector has found the receiver
+            self._thread.join(_BEAT_SECONDS)
         if self._ended:
             return
         tell(lambda: self._beats.set(self._key, LEFT), timedelta(seconds=_BEAT_SECONDS))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -117,7 +118,7 @@ class WeightReceiver(Endpoint):
         """Hands versions on."""
         self._joining = Joining(self._store, self._rendezvous, self._timeout)
         # Also if nobody calls close(): else the sender would wait for this rank.
-        self._leave = weakref.finalize(self, _leave, self._rendezvous, self._holder, self._store)
+        self._leave = weakref.finalize(self, _leave, self._rendezvous, self._holder, self._store, os.getpid())
         self._arrival: Arrival | None = None
         """Holds the version that was received last, with ``stage="device"``."""
         self._rejected = False
@@ -398,6 +399,7 @@ class WeightReceiver(Endpoint):
         self._leave()
 
 
-def _leave(rendezvous: ReceiverRendezvous, holder: Holder, store: Store) -> None:
-    holder.close(store)
-    rendezvous.close()
+def _leave(rendezvous: ReceiverRendezvous, holder: Holder, store: Store, process: int) -> None:
+    if os.getpid() == process:  # and not a child of it, which ends
+        holder.close(store)
+        rendezvous.close()
