@@ -118,13 +118,14 @@ def test_a_stopped_rank_is_named_when_the_timeout_has_passed(way: tuple[str, str
 
 
 def slow_load(rank: int) -> None:
-    """The whole takes several timeouts, each bucket half of one."""
-    for readers, slow in (("one", 0), ("every", 3)):
-        loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, timeout=1.6)
+    """The whole takes two timeouts, each bucket a fraction of one."""
+    for readers, slow, nbytes, seconds in (("one", 0, BUCKET, 0.9), ("every", 3, BUCKET // 2, 1.3)):
+        loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=nbytes, timeout=4)
         model, state, began = meta_net(), state_for(1), time.monotonic()
-        loader.load(model, Slow(state, 0.8) if rank == slow else only_readers(state, readers))
+        with mock.patch("epload.ranks.heartbeat.INTERVAL", 0.2):
+            loader.load(model, Slow(state, seconds) if rank == slow else only_readers(state, readers))
         assert wrong(model, state) == []
-        assert rank != slow or time.monotonic() - began > 3.3
+        assert rank != slow or time.monotonic() - began > 8
 
 
 def test_a_slow_load_is_not_a_failed_one() -> None:
