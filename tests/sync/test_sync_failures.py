@@ -107,16 +107,15 @@ def test_a_receiver_that_dies_between_versions_is_left_out() -> None:
 
 def leaving(rank: int, meeting: Meeting) -> None:
     model = build("plain", 1)
-    with many_waves(), sending(meeting, model, timeout=20) as sender:
+    with many_waves(), mock.patch.object(participants, "_BEAT_SECONDS", 30.0), sending(meeting, model, timeout=20) as sender:
         write(model, 1)
         sender.send_weights(1)
-        time.sleep(1.0)
     meeting.say("left")
 
 
-def busy(rank: int, meeting: Meeting, stage: Any) -> tuple[str, str, float]:
-    """Uses a version until long after its sender's process has ended. Returns what the next call says, what native code has
-    written meanwhile, and the seconds of the call."""
+def busy(rank: int, meeting: Meeting, stage: Any) -> tuple[str, str]:
+    """Uses a version until long after its sender's process has ended. Returns what the next call says, and what native code has
+    written meanwhile."""
     with tempfile.TemporaryFile("w+") as log, many_waves():  # whose beats are more frequent
         receiver = epload.WeightReceiver(build("plain", 1), meeting.hear("address"), timeout=20, stage=stage)
         receiver.receive_weights()
@@ -126,21 +125,19 @@ def busy(rank: int, meeting: Meeting, stage: Any) -> tuple[str, str, float]:
         os.dup2(log.fileno(), 2)
         meeting.hear("left")
         time.sleep(2.5)  # in which both the process and its store end
-        began = time.monotonic()
+        assert receiver._rendezvous._ended, "the sender has not waited"
         text = outcome(receiver.receive_weights)
         receiver.close()
-        seconds = time.monotonic() - began
         os.dup2(stderr, 2)
         log.seek(0)
-        return text, log.read(), seconds
+        return text, log.read()
 
 
 @pytest.mark.parametrize("stage", ["host", "none"])
 def test_an_engine_that_is_busy_learns_that_the_sender_was_closed(stage: str) -> None:
-    _, ((text, written, seconds),) = run([Job(1, leaving), Job(1, busy, (stage,))])
+    _, ((text, written),) = run([Job(1, leaving), Job(1, busy, (stage,))])
     assert written == ""
     assert text == "the sender has been closed, and sends no more versions"
-    assert seconds < 1.0
 
 
 MISFITS = {
@@ -175,10 +172,10 @@ def sender(address: Any = ("127.0.0.1", 0), receivers: int = 1, timeout: float =
 
 
 def test_receivers_that_do_not_come_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    soon = mock.patch.object(participants, "_WARN_SECONDS", 0.2)
+    soon = mock.patch.object(participants, "_WARN_SECONDS", 0.0)
     with soon, caplog.at_level("WARNING"), sender(receivers=3, timeout=1) as alone:
-        assert "0 receiving ranks ready after 1 s, expected 3" in outcome(lambda: alone.send_weights(1))
-    assert caplog.messages == ["version 1: 0 receiving ranks ready after 0 s, expected 3"]
+        texts = [outcome(lambda: alone.send_weights(1)), *caplog.messages]
+    assert [re.search(r"0 receiving ranks ready after \d s, expected 3", text) is not None for text in texts] == [True] * 2
 
 
 def test_addresses_that_cannot_be_used(caplog: pytest.LogCaptureFixture) -> None:
