@@ -25,6 +25,7 @@ import torch.distributed as dist
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.core import log
 from epload.ranks.control import Control
+from epload.ranks.processes import Processes
 from support import ranks
 from support.failures import Raised, check_raised, raised_by
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
@@ -72,11 +73,16 @@ def absent(rank: int, missing: int, victim: int | None, explicit: bool) -> Raise
     if rank == missing:
         store.wait([f"test/{other}" for other in range(4) if other not in (missing, victim)])
         return None
-    if rank == victim:
-        threading.Timer(0.7, kill).start()
     options: dict[str, Any] = {"timeout": 2.0} if victim is None else {}
-    make = partial(Topology.from_nodes, NODES) if explicit else Topology.discover
-    result = raised_by(lambda: make(**options))
+    make, register = partial(Topology.from_nodes, NODES) if explicit else Topology.discover, Processes.register
+
+    def die_when_waited_for(processes: Processes, store: dist.Store, own: int) -> None:
+        register(processes, store, own)
+        store.wait([f"heartbeat/{other}" for other in range(4) if other not in (missing, own)])
+        kill()
+
+    with mock.patch.object(Processes, "register", die_when_waited_for) if rank == victim else nullcontext():
+        result = raised_by(lambda: make(**options))
     store.set(f"test/{rank}", "")
     return result
 
