@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from torch.distributed import TCPStore
@@ -90,11 +90,11 @@ def test_a_token_against_a_sender_without_one_is_named(monkeypatch: pytest.Monke
 
 
 def test_the_environment_has_the_token_and_a_silent_client_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epload.sync.token._HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setenv("EPLOAD_SYNC_TOKEN", TOKEN)
     served = serve(("127.0.0.1", 0), LIMIT)
-    with closing(socket.create_connection(("127.0.0.1", served.port), 10)) as silent:
-        silent.settimeout(10)
+    soon = patch("epload.sync.token._HANDSHAKE_SECONDS", 0.5)
+    with soon, closing(socket.create_connection(("127.0.0.1", served.port), 10)) as silent:
+        silent.settimeout(9)
         with suppress(ConnectionError):
             while silent.recv(1000):
                 pass
