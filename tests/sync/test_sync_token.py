@@ -159,7 +159,7 @@ def joined(port: int, rank: int, engine: str = "engine", size: int = 2) -> Recei
 
 @pytest.fixture
 def rendezvous() -> Iterator[tuple[SenderRendezvous, int]]:
-    with many_waves():
+    with many_waves(lease_seconds=4):
         server = serve(("127.0.0.1", 0), LIMIT)
         yield SenderRendezvous(server.store, expected=2), server.port
 
@@ -206,8 +206,9 @@ def test_an_engine_that_was_silent_is_waited_for_once_it_is_heard(rendezvous: tu
     assert all_ready(sender, 2, first)
     fail(sender, 2, first)
 
-    second._beats = beats
-    time.sleep(1)
+    beat, second._beats = sender._receivers.get(second._key), beats
+    while sender._receivers.get(second._key) == beat:
+        time.sleep(0.01)
     sender.announce(3)
     first.get_ready(LIMIT)
     with pytest.raises(WaitTimeout, match="engine b: 0 of 1 ranks called receive_weights"):
