@@ -226,7 +226,7 @@ def one_dies(rank: int) -> tuple[str, float]:
 def test_a_rank_that_dies_is_named() -> None:
     for text, seconds in filter(None, ranks.run(4, one_dies, dying=(1,))):
         assert "rank 1" in text
-        assert seconds < 10
+        assert seconds < 30
 
 
 def late_to_refused_loads(rank: int) -> list[str]:

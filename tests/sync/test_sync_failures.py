@@ -34,6 +34,9 @@ from support.small_syncs import attempt, kill_self, many_waves, names_culprit, o
 from support.sync_jobs import engine, send_model
 from support.synced_models import build, check, write
 
+TIMEOUT = 60.0
+"""More than a test takes, so that who waits for the other side fails it."""
+
 
 @contextmanager
 def at_second_wave(act: Callable[[], None]) -> Iterator[None]:
@@ -87,7 +90,7 @@ def test_a_receiver_that_fails_is_named_and_the_others_go_on(semantics: str, sta
     assert text == sent[1][1][0] == left[0][1][0]
     after = (1, False) if stage == "host" else (None, True)
     assert [state for _, *state in left[0]] == [[1, False], [*after], [3, False]], "the next version repairs a torn one"
-    assert seconds < 10
+    assert seconds < 30
 
 
 @pytest.mark.parametrize(("semantics", "stage"), [("", "host"), ("", "none"), ("nccl", "none"), ("hccl", "host")])
@@ -218,7 +221,7 @@ def troubled_trainer(rank: int, meeting: Meeting, kind: str) -> list[tuple[str, 
     """Sends versions; at the second, one rank's other thread is in a load, or its copy of what was sent fails."""
     with many_waves():
         model, outcomes = build("fsdp", 2), []
-        with sending(meeting, model, timeout=20, delta="always" if kind == "copy" else "off") as sender:
+        with sending(meeting, model, timeout=TIMEOUT, delta="always" if kind == "copy" else "off") as sender:
             other = Call("load()", sender.topology, object(), threading.Thread())
             troubles: Any = {
                 ("load", 0): mock.patch.object(single_flight, "_current", other),
@@ -235,7 +238,7 @@ def troubled_trainer(rank: int, meeting: Meeting, kind: str) -> list[tuple[str, 
 
 def receive_all(rank: int, meeting: Meeting) -> int:
     model = build("plain", 1)
-    with many_waves(), receiving(meeting, model, timeout=20) as receiver:
+    with many_waves(), receiving(meeting, model, timeout=TIMEOUT) as receiver:
         while receiver.version != 4:
             with suppress(epload.LoadError):
                 take(receiver)
@@ -250,7 +253,7 @@ def test_ranks_of_a_sender_go_on_together_after_trouble_of_one(kind: str) -> Non
     for of_rank in sent:
         failed = ["order" in text for text, _, _ in of_rank]
         assert failed == [False, kind == "load", False, False], of_rank
-        assert all(seconds < 10 for _, seconds, _ in of_rank), of_rank
+        assert all(seconds < 30 for _, seconds, _ in of_rank), of_rank
     if kind == "copy":
         assert "the next version is sent in full: the copy of this one has failed" in sent[1][1][2][0]
 
@@ -284,10 +287,6 @@ def test_a_receiver_without_storage_is_no_mistake_of_the_sender() -> None:
     assert len(errors) == 1
     assert errors[0].startswith("2: ")
     assert "is on meta" in errors[0]
-
-
-TIMEOUT = 60.0
-"""More than the test takes, so that who waits for the other side fails it."""
 
 
 class InterruptedOnce:
@@ -397,7 +396,7 @@ def receive_beside(rank: int, meeting: Meeting) -> list[str]:
 
 def send_beside(rank: int, meeting: Meeting) -> tuple[list[str], float]:
     model = build("fsdp", 2)
-    with many_waves(), sending(meeting, model, 2, timeout=60) as sender:
+    with many_waves(lease_seconds=4), sending(meeting, model, 2, timeout=60) as sender:
         began, outcomes = time.monotonic(), []
         for version in (1, 2):
             write(model, version)
