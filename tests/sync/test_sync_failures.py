@@ -182,12 +182,13 @@ def test_receivers_that_do_not_come_are_counted(caplog: pytest.LogCaptureFixture
 
 
 def test_addresses_that_cannot_be_used(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:  # which does not listen
+        taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         with pytest.raises(epload.LoadError, match=f"cannot serve 127.0.0.1:{port}"):
             sender(("127.0.0.1", port))
-    with pytest.raises(epload.LoadError, match="no sender answers"):
-        epload.WeightReceiver(build("plain", 1), ("127.0.0.1", port), timeout=0.5)
+        with pytest.raises(epload.LoadError, match="no sender answers"):
+            epload.WeightReceiver(build("plain", 1), ("127.0.0.1", port), timeout=0.5)
     began = time.monotonic()
     with pytest.raises(epload.LoadError, match=r"cannot serve 192\.0\.2\.1:29600"), caplog.at_level("WARNING"):
         sender("192.0.2.1:29600")

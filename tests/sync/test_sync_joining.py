@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from epload.sync import handing_on
+from epload.sync.handing_on import Offers
+from epload.sync.participants import SenderRendezvous
 from epload.transfer.shards import Shards
 from support import jobs
 from support.jobs import Job, Meeting
@@ -27,11 +29,10 @@ Outcome = tuple[int, bool, int]
 
 def send(
     rank: int, meeting: Meeting, world: int, receivers: int, events: dict[int, tuple[str, ...]],
-    waits: dict[str, float] | None = None, lease_seconds: float = 10.0, **options: Any,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext, lease_seconds: float = 10.0, **options: Any,
 ) -> list[int | str]:  # fmt: skip
-    """Sends two versions, and waits for ``events`` after each; returns the numbers of receivers, or the error. ``waits``: names
-    and values of waits of the thread that brings engines together."""
-    with many_waves(lease_seconds=lease_seconds), mock.patch.multiple(handing_on, **waits) if waits else nullcontext():
+    """Sends two versions, and waits for ``events`` after each; returns the numbers of receivers, or the error."""
+    with many_waves(lease_seconds=lease_seconds), within():
         model = build("fsdp" if world > 1 else "plain", world)
         outcomes: list[int | str] = []
         with sending(meeting, model, receivers, timeout=30, **options) as sender:
@@ -119,7 +120,7 @@ def test_the_next_version_waits_for_an_engine_that_has_just_joined() -> None:
     """Also if the thread that brought it together with others has not seen yet that it has the version."""
     sent, _, late = jobs.run(
         [
-            Job(1, partial(send, waits={"_POLL_SECONDS": 2.0}), (1, 1, joined(0))),
+            Job(1, partial(send, within=partial(mock.patch, "epload.sync.handing_on._POLL_SECONDS", 2.0)), (1, 1, joined(0))),
             Job(1, receive, ("plain",)),
             Job(1, partial(receive, pause=0.5), ("plain", 0)),
         ]
@@ -128,11 +129,26 @@ def test_the_next_version_waits_for_an_engine_that_has_just_joined() -> None:
     assert late == [[(1, True, 1), (2, False, 2)]]
 
 
+@contextmanager
+def bringing_three_together() -> Iterator[None]:
+    """The first engines to which a version is handed on are three, and all that are called answer, however long it takes."""
+    gather, calls = Offers._gather, list[str]()
+
+    def gather_three(self: Offers, rendezvous: SenderRendezvous, *args: Any) -> Any:
+        while not calls and len(rendezvous.ready_engines()[1]) < 3:
+            time.sleep(0.01)
+        calls.append("")
+        return gather(self, rendezvous, *args)
+
+    with mock.patch.object(handing_on, "_ANSWER_SECONDS", 30.0), mock.patch.object(Offers, "_gather", gather_three):
+        yield
+
+
 def test_engines_that_join_together_get_it_in_one_go_and_hand_it_on() -> None:
     """A fourth one gets it from all of them, also from those that have it from others."""
     sent, first, *late = jobs.run(
         [
-            Job(1, partial(send, waits={"_GATHER_SECONDS": 2.0}), (1, 1, joined(0, 1, 2, 3))),
+            Job(1, partial(send, within=bringing_three_together), (1, 1, joined(0, 1, 2, 3))),
             Job(1, receive, ("plain",)),
             *(Job(1, partial(receive, together=3), ("plain", number)) for number in range(3)),
             Job(1, partial(receive, after="joined-0 joined-1 joined-2", senders=4), ("plain", 3)),
