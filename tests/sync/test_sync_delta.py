@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from epload.planning.buckets import HEADER_BYTES
+from epload.ranks.messages import read_if_set
 from epload.sync.changes import ReceivedChanges
 from epload.sync.changes_route import ChangesRoute
 from epload.sync.handing_on import WAITING, Offers
@@ -123,7 +124,7 @@ def changing_trainer(
             for version in range(1, versions + 1):
                 for event in waits.get(version, "").split():
                     meeting.hear(event)
-                while version in waits and not hands_on and rank == 0 and not sender._store.check([WAITING]):
+                while version in waits and not hands_on and rank == 0 and not read_if_set(sender._store, WAITING):
                     time.sleep(0.01)
                 write(model, version)
                 outcomes.append(attempt(partial(sender.send_weights, version)))

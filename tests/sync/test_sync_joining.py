@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from epload.ranks.messages import read_if_set
 from epload.sync import handing_on
-from epload.sync.handing_on import Offers
+from epload.sync.handing_on import WAITING, Offers
 from epload.sync.participants import SenderRendezvous
 from epload.transfer.shards import Shards
 from support import jobs
@@ -159,41 +160,32 @@ def test_engines_that_join_together_get_it_in_one_go_and_hand_it_on() -> None:
     assert late == [[[(1, True, 3), (2, False, 5)]]] * 3 + [[[(1, True, 1), (2, False, 5)]]]
 
 
-def keep_sending(rank: int, meeting: Meeting) -> int:
-    """Sends versions until an engine that joins late takes part; returns the last."""
-    model, version, receivers = build("plain", 1), 0, 0
+def send_once_one_waits(rank: int, meeting: Meeting) -> int:
+    """Sends a version, and the next once an engine waits for it. Returns the receivers of that."""
+    model = build("plain", 1)
     with many_waves(), sending(meeting, model, timeout=30) as sender:
-        while receivers < 2:
-            version += 1
+        for version in (1, 2):
+            while version == 2 and not read_if_set(sender._store, WAITING):
+                time.sleep(0.01)
             write(model, version)
             receivers = sender.send_weights(version).receivers
-            if version == 1:
-                meeting.say("sent-1")
-                meeting.hear("joining")
-    return version
-
-
-def keep_receiving(rank: int, meeting: Meeting, dtype: torch.dtype, late: bool, stage: str = "host") -> list[bool]:
-    model, reports = build("plain", 1, dtype), []
-    if late:
-        meeting.hear("sent-1")
-    with many_waves(), receiving(meeting, model, timeout=30, stage=stage) as receiver:
-        if late:
-            meeting.say("joining")
-        while not reports or reports[-1].receivers < 2:
-            reports.append(take(receiver))
-            check(model, receiver.version)
-    return [report.from_engines for report in reports]
+            meeting.say(f"sent-{version}")
+    return receivers
 
 
 @pytest.mark.parametrize(("dtype", "stage"), [(FP32, "none"), (BF16, "host")])
-def test_an_engine_takes_part_soon_if_no_engine_can_hand_a_version_on(dtype: torch.dtype, stage: str) -> None:
+def test_the_next_version_waits_for_an_engine_if_no_engine_can_hand_one_on(dtype: torch.dtype, stage: str) -> None:
     """Versions are open for a moment only, which the engine that joins must not miss. Others have none in host memory, or have in
     bfloat16 not what the sender has in float32."""
-    started = [Job(1, keep_sending), Job(1, keep_receiving, (dtype, False, stage))]
-    versions, _, late = jobs.run([*started, Job(1, keep_receiving, (FP32, True))])
-    assert late == [[False]]
-    assert versions[0] < 20
+    sent, _, late = jobs.run(
+        [
+            Job(1, send_once_one_waits),
+            Job(1, partial(receive, dtype=dtype, stage=stage), ("plain",)),
+            Job(1, partial(receive, versions=(2,)), ("plain", 0)),
+        ]
+    )
+    assert sent == [2]
+    assert late == [[(2, False, 2)]]
 
 
 def fails_first(rank: int, meeting: Meeting) -> None:

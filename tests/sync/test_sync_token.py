@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -15,8 +16,9 @@ from torch.distributed import TCPStore
 
 import epload
 from epload.errors import LoadError, WaitTimeout
+from epload.sync.handing_on import WAITING, Offers
 from epload.sync.liveness import Participant
-from epload.sync.participants import EngineRank, ReceiverRendezvous, SenderRendezvous, Start
+from epload.sync.participants import EngineRank, Engines, ReceiverRendezvous, SenderRendezvous, Start, add_rank, read_engines
 from epload.sync.store import connect, serve
 from support import jobs
 from support.jobs import Job, Meeting
@@ -217,3 +219,22 @@ def test_an_engine_that_was_silent_is_waited_for_once_it_is_heard(rendezvous: tu
     assert gather(sender) == (first.participant, second.participant)
     for rank in (first, second):
         rank.close()
+
+
+def test_an_engine_that_begins_to_wait_as_the_next_version_is_announced_counts_for_the_one_after() -> None:
+    waiting = [Participant(name, 0, 1, "", number) for number, name in enumerate("ab")]
+    store = serve(("127.0.0.1", 0), LIMIT).store
+    offers = Offers(lambda: store)
+
+    def read(*args: Any) -> Engines:
+        found = read_engines(*args)
+        add_rank(store, WAITING, waiting[1])
+        return found
+
+    add_rank(store, WAITING, waiting[0])
+    with patch("epload.sync.handing_on.read_engines", read):
+        assert list(offers.withdraw(store)) == ["a"]
+    assert "b" in offers.withdraw(store)
+    assert offers.withdraw(store) == {}
+    add_rank(store, WAITING, waiting[0])
+    assert list(offers.withdraw(store)) == ["a"]
