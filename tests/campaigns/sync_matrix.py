@@ -54,7 +54,7 @@ def weights(version: int) -> nn.Module:
 def send(rank: int, meeting: Meeting, layout: str, receivers: int) -> None:
     for number, case in enumerate(CASES):
         mapping = Quantize(with_skipped(FORMATS[case.format])) if case.format else "auto"
-        with many_waves(lease_seconds=10):
+        with many_waves():
             model = sharded(Trainer(), layout)
             options = {"mapping": mapping, "verify": case.verify, "delta": case.delta}
             with sending(meeting, model, receivers, where=f"address-{number}", **options) as sender:
@@ -70,7 +70,7 @@ def receive(rank: int, meeting: Meeting, layout: str) -> int:
     """Returns the number of tensors that were compared."""
     compared = 0
     for number, case in enumerate(CASES):
-        with many_waves(lease_seconds=10):
+        with many_waves():
             like = expected(Trainer(), FORMATS[case.format]) if case.format else dict(Trainer().state_dict())
             model = sharded(Tree(like).to_empty(device="cpu"), layout)
             options = {"stage": case.stage, "verify": case.verify}

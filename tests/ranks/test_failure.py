@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,13 +20,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 from epload import HierarchicalLoader, Topology
 from epload.native import ops
 from epload.transfer.shared_memory import NodeMemory
 from support import ranks
 from support.accelerator import WAYS
-from support.failures import Raised, Slow, check_raised, raised_by
+from support.failures import Filling, Raised, Slow, check_raised, raised_by
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 
@@ -49,10 +51,11 @@ def at_unpack(number: int, action: signal.Signals | BaseException) -> Iterator[N
 def failing_load(rank: int, culprit: int, action: Any, way: tuple[str, str], limit: float) -> tuple[Raised, list[str]]:
     """One load in which ``culprit`` does something in place of unpacking its third bucket; then, if it lives, a good one."""
     readers, algorithm = way
-    options: dict[str, Any] = {"algorithm": algorithm, "bucket_bytes": BUCKET, "timeout": limit}
+    options: dict[str, Any] = {"algorithm": algorithm, "bucket_bytes": BUCKET, "timeout": 60}
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, **options)
     model = meta_net()
     loader.load(model, only_readers(state_for(1), readers))
+    loader._timeout = timedelta(seconds=limit)
     with at_unpack(3 if rank == culprit else -1, action):
         first = raised_by(lambda: loader.load(model, only_readers(state_for(2), readers)))
     if action in (signal.SIGKILL, signal.SIGSTOP):
@@ -98,7 +101,7 @@ def test_what_ends_one_rank_reaches_the_others(culprit: int, action: Any, kind: 
 
 
 def stopped_rank(rank: int, culprit: int, way: tuple[str, str]) -> Raised:
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     store.set(f"test/pid/{rank}", str(os.getpid()))
     first, _ = failing_load(rank, culprit, signal.SIGSTOP, way, 3.0)
     if rank == (culprit + 1) % 4:
@@ -118,39 +121,53 @@ def test_a_stopped_rank_is_named_when_the_timeout_has_passed(way: tuple[str, str
 
 
 def slow_load(rank: int) -> None:
-    """The whole takes several timeouts, each bucket half of one."""
-    for readers, slow in (("one", 0), ("every", 3)):
-        loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, timeout=1.6)
+    """The whole takes two timeouts, each bucket a fraction of one."""
+    for readers, slow, nbytes, seconds in (("one", 0, BUCKET, 0.9), ("every", 3, BUCKET // 2, 1.3)):
+        loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=nbytes, timeout=4)
         model, state, began = meta_net(), state_for(1), time.monotonic()
-        loader.load(model, Slow(state, 0.8) if rank == slow else only_readers(state, readers))
+        with mock.patch("epload.ranks.heartbeat.INTERVAL", 0.2):
+            loader.load(model, Slow(state, seconds) if rank == slow else only_readers(state, readers))
         assert wrong(model, state) == []
-        assert rank != slow or time.monotonic() - began > 3.3
+        assert rank != slow or time.monotonic() - began > 8
 
 
 def test_a_slow_load_is_not_a_failed_one() -> None:
     ranks.run(4, slow_load)
 
 
-def waiting_load(rank: int) -> list[str]:
-    lines: list[str] = []
+SAID = (
+    "rank 0 .*reads bucket 0", "rank 1 waits until rank 0 has relayed wave 0",
+    r"rank 2 .*passes on buckets 0 to 0, from ranks \[0\]",
+)  # fmt: skip
+"""The words of each rank while the first bucket is read. Threads of one rank come in any order."""
+
+
+class HeldUp(Filling):
+    """A state dict whose first bucket comes when all have said what they do."""
+
+    def fill(self, bucket: torch.Tensor, pieces: Any) -> None:
+        if not self.calls:
+            default_store().wait([f"test/{rank}" for rank in range(len(SAID))], timedelta(seconds=60))
+        super().fill(bucket, pieces)
+
+
+def waiting_load(rank: int) -> None:
+    def hear(record: logging.LogRecord) -> bool:
+        if rank < len(SAID) and re.search(SAID[rank], record.getMessage()):
+            default_store().set(f"test/{rank}", "")
+        return True
+
     logger = logging.getLogger("epload")
-    logger.addFilter(lambda record: lines.append(record.getMessage()) or True)
+    logger.addFilter(hear)
     logger.setLevel(logging.INFO)
     with mock.patch("epload.ranks.heartbeat.INTERVAL", 0.1):
         loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
-        source = Slow(state_for(1), 0.0)
-        source.first = 2.0
-        loader.load(meta_net(), source if rank == 0 else None)
-    return lines
+        loader.load(meta_net(), HeldUp(state_for(1)) if rank == 0 else None)
 
 
 def test_torchtitan_3065_a_rank_that_waits_says_for_what() -> None:
     """A load hung for hours without a word: with EPLOAD_LOG=info each rank says whom it waits for, and for how long."""
-    results = ranks.run(4, waiting_load)
-    # Threads of one rank come in any order.
-    assert any(re.search(r"rank 0 .*reads bucket 0", line) for line in results[0])
-    assert "rank 1 waits until rank 0 has relayed wave 0" in " ".join(results[1])
-    assert "passes on buckets 0 to 0, from ranks [0]" in " ".join(results[2])
+    ranks.run(4, waiting_load)
 
 
 def interrupted_after(call: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
@@ -244,7 +261,7 @@ def given_up(rank: int) -> str:
     group = dist.new_group([0, 1])
     bucket = torch.full((1 << 20,), 7, dtype=torch.uint8)
     steps = torch.tensor([[0, 1 << 20, 1 - rank if rank == 0 else -1, -1, -1 if rank == 0 else 0, -1]])
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     if rank == 0:
         memory = NodeMemory.private(0, 1)
         threading.Timer(0.5, memory.fail).start()

@@ -99,17 +99,21 @@ def test_a_group_that_one_rank_cannot_make_fails_the_load_on_all() -> None:
 
 def group_of_a_late_rank(rank: int) -> list[str]:
     """A rank that cannot connect for a while, as behind a firewall."""
-    original, messages = Group.make, list[str]()
+    original, messages, store = Group.make, list[str](), dist.distributed_c10d._get_default_store()
+
+    def warn(text: str, *values: Any) -> None:
+        messages.append(text % values)
+        store.set(f"test/{rank}", "")
 
     def make(*args: Any, **options: Any) -> None:
         if rank == 1:
-            time.sleep(1)
+            store.wait([f"test/{other}" for other in range(2)])
         original(*args, **options)
 
     with (
         mock.patch("epload.ranks.group_cache._LATE_SECONDS", 0.3),
         mock.patch.object(Group, "make", make),
-        mock.patch.object(logger, "warning", lambda text, *values: messages.append(text % values)),
+        mock.patch.object(logger, "warning", warn),
     ):
         Topology.from_nodes([[0], [1]]).route(0, "two_level")
     return messages

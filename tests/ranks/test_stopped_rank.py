@@ -60,7 +60,7 @@ def wake(victim: int, folder: Path, seen: list[list[int]]) -> None:
     while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
         time.sleep(0.01)
     before: list[int] = []
-    while before != waves_unpacked(folder):
+    while before != waves_unpacked(folder) or min(before) < STOP_AT:
         before = waves_unpacked(folder)
         time.sleep(SECONDS)
     seen.append(before)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.core import log
 from epload.ranks.control import Control
+from epload.ranks.processes import Processes
 from support import ranks
 from support.failures import Raised, check_raised, raised_by
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
@@ -69,14 +70,20 @@ def test_every_rank_that_waits_names_the_one_that_has_not_made_the_call(late: in
 def absent(rank: int, missing: int, victim: int | None, explicit: bool) -> Raised | None:
     """One rank never comes, so that the others wait until the timeout has passed or another rank is killed."""
     store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
     if rank == missing:
         store.wait([f"test/{other}" for other in range(4) if other not in (missing, victim)])
         return None
-    if rank == victim:
-        threading.Timer(0.7, kill).start()
-    options: dict[str, Any] = {"timeout": 2.0} if victim is None else {}
-    make = partial(Topology.from_nodes, NODES) if explicit else Topology.discover
-    result = raised_by(lambda: make(**options))
+    options: dict[str, Any] = {"timeout": 4.0} if victim is None else {}
+    make, register = partial(Topology.from_nodes, NODES) if explicit else Topology.discover, Processes.register
+
+    def die_when_waited_for(processes: Processes, store: dist.Store, own: int) -> None:
+        register(processes, store, own)
+        store.wait([f"heartbeat/{other}" for other in range(4) if other not in (missing, own)])
+        kill()
+
+    with mock.patch.object(Processes, "register", die_when_waited_for) if rank == victim else nullcontext():
+        result = raised_by(lambda: make(**options))
     store.set(f"test/{rank}", "")
     return result
 
@@ -84,7 +91,7 @@ def absent(rank: int, missing: int, victim: int | None, explicit: bool) -> Raise
 @pytest.mark.parametrize(
     ("missing", "victim", "explicit", "text"),
     [
-        (2, None, False, "rank 2 did not arrive within 2 s"), (1, None, True, "rank 1 did not arrive within 2 s"),
+        (2, None, False, "rank 2 did not arrive within 4 s"), (1, None, True, "rank 1 did not arrive within 4 s"),
         (0, None, False, "rank 0, the coordinator, made no decision"), (3, 0, False, "rank 0 has exited (process "),
         (3, 2, False, "rank 2 has exited (process "),
     ],

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from glob import glob
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -116,8 +117,8 @@ def mapped_of(pid: int) -> set[int]:
     maps = Path("/proc/self/maps").read_text().splitlines()
     own = {int(line.split()[4]) for line in maps if "memfd:fakedev" in line}
     remote = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
+    for link in glob(f"/proc/{pid}/fd/*"):  # none if it has ended
         with suppress(OSError):  # closed meanwhile
             if "memfd:fakedev" in os.readlink(link):
-                remote.add(link.stat().st_ino)
+                remote.add(os.stat(link).st_ino)
     return own & remote

@@ -95,11 +95,9 @@ class Slow(Filling):
     def __init__(self, state: dict[str, Tensor], seconds: float) -> None:
         super().__init__(state)
         self._seconds = seconds
-        self.first = 0.0
-        """Seconds that the first bucket takes, if more."""
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
-        time.sleep(self._seconds if self.calls else max(self._seconds, self.first))
+        time.sleep(self._seconds)
         super().fill(bucket, pieces)
 
 

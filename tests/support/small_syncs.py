@@ -20,7 +20,7 @@ from support.synced_models import build, write
 
 
 @contextmanager
-def many_waves(wave_bytes: int = 20_000, lease_seconds: float = 2.0) -> Iterator[None]:
+def many_waves(wave_bytes: int = 20_000, lease_seconds: float = 10.0) -> Iterator[None]:
     """
     Args:
         lease_seconds: after which a silent rank is dropped.
@@ -91,10 +91,10 @@ def trainer(
     Args:
         dies: whether the last rank does, when it hears of the second.
     """
-    with many_waves():
+    with many_waves(lease_seconds=4):
         model = build("fsdp" if world > 1 else "plain", world, where=where)
         outcomes = []
-        with sending(meeting, model, receivers, timeout=20) as sender:
+        with sending(meeting, model, receivers) as sender:
             if dies and rank == world - 1:
                 threading.Thread(target=lambda: (meeting.hear("in the second"), kill_self()), daemon=True).start()
             for version in range(1, versions + 1):

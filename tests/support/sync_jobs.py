@@ -30,7 +30,7 @@ def send(
     write: Callable[[torch.nn.Module, int], None] = write, snapshot: str = "none", **options: Any,
 ) -> list[epload.SyncReport]:  # fmt: skip
     """Sends versions, which ``write`` gives to a model. With a snapshot it has another one while they are sent."""
-    with many_waves(lease_seconds=10), on_machine(machines[rank]), within():
+    with many_waves(), on_machine(machines[rank]), within():
         model = build(layout, world, dtype, where)
         topology = epload.Topology.from_nodes(nodes) if nodes else topology_of(machines, world)
         reports = []
@@ -58,7 +58,7 @@ def receive(
         layout: "full" takes full tensors, without a model.
         uncommitted: a version that is received and not committed.
     """
-    with many_waves(lease_seconds=10), on_machine(machine), within():
+    with many_waves(), on_machine(machine), within():
         model = build(layout, world, dtype, where) if layout != "full" else None
         topology = epload.Topology.from_nodes(nodes) if nodes else None
         reports = []
@@ -137,13 +137,15 @@ def engine(
 
     def tell() -> None:
         meeting.say("in the second")
-        time.sleep(1)
+        control = receiver._generation.control
+        while control.known_failure() is None:
+            time.sleep(0.01)
 
     acts = {"die": kill_self, "fail": fail, "tell": tell}
     with many_waves():
         model = build("tp0" if world > 1 else "plain", world, where=where)
         outcomes = []
-        with receiving(meeting, model, timeout=20, stage=stage) as receiver:
+        with receiving(meeting, model, stage=stage) as receiver:
             meeting.say(f"{name}-{rank}-joined")
             for step in plan:
                 if step == "die waiting":

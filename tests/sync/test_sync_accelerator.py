@@ -71,7 +71,7 @@ def never_connects(rank: int, meeting: Meeting, dies: bool) -> tuple[bool, bool]
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("no communicator")
 
-    with many_waves(), receiving(meeting, model, timeout=12, stage="none") as receiver:
+    with many_waves(), receiving(meeting, model, timeout=60, stage="none") as receiver:
         with mock.patch.object(Group, "make", fails), pytest.raises(epload.LoadError):
             receiver.receive_weights()
         return receiver.partially_updated, receiver.version is None
@@ -84,7 +84,7 @@ def test_a_rank_that_does_not_come_to_a_communicator_is_an_error(dies: bool, sem
     (sent,), received = run([sends, Job(1, never_connects, (dies,), dying=(0,) if dies else (), setup=setup)])
     text, _, seconds, ended = sent[0]
     assert "rank 1 has exited" in text if dies else "no communicator" in text
-    assert seconds < 8
+    assert seconds < 30
     assert time.time() - ended < 30  # the sender closes while a thread of its waits up to 60 s for the communicator
     if not dies:
         assert received == [(False, True)]

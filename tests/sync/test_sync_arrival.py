@@ -196,7 +196,8 @@ def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any
 @pytest.mark.parametrize("stage", ["device", "none"])
 def test_a_sender_hears_of_a_failure_once_its_memory_is_closed(stage: str) -> None:
     engines = [Job(1, receive_failing, (stage, fails), setup=setup) for fails in (True, False)]
-    ((sent, _),), *received = run([Job(1, send_versions, (1, 2, 2), setup=setup), *engines])
+    sends = partial(send_versions, waves=partial(mock.patch, "epload.sync.generation._CLOSING_SECONDS", 30.0))
+    ((sent, _),), *received = run([Job(1, sends, (1, 2, 2), setup=setup), *engines])
     assert "broken" in sent.error
     for ((raised, closed, opened),) in received:
         assert (raised, opened) == (True, [0, 0])

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from epload.planning.buckets import HEADER_BYTES
+from epload.ranks.messages import read_if_set
 from epload.sync.changes import ReceivedChanges
 from epload.sync.changes_route import ChangesRoute
 from epload.sync.handing_on import WAITING, Offers
@@ -113,17 +114,17 @@ def test_versions_arrive_bit_for_bit(trainer: Any, engines: Any, dtype: Any, ver
 
 def changing_trainer(
     rank: int, meeting: Meeting, make: Callable[[], nn.Module], waits: dict[int, str], receivers: int = 3, versions: int = 7,
-    write: Callable[[nn.Module, int], None] = write_bits, lease_seconds: float = 10, hands_on: bool = False, **options: Any,
+    write: Callable[[nn.Module, int], None] = write_bits, hands_on: bool = False, **options: Any,
 ) -> list[tuple[str, Any]]:  # fmt: skip
     """Sends versions to engines that come, go and fail. ``waits``: events before a version, after which an engine waits for it if
     nobody hands the last one on."""
-    with many_waves(lease_seconds=lease_seconds), nullcontext() if hands_on else mock.patch.object(Offers, "offer"):
+    with many_waves(), nullcontext() if hands_on else mock.patch.object(Offers, "offer"):
         model, outcomes = make(), []
         with sending(meeting, model, receivers, timeout=30, delta="always", **options) as sender:
             for version in range(1, versions + 1):
                 for event in waits.get(version, "").split():
                     meeting.hear(event)
-                while version in waits and not hands_on and rank == 0 and not sender._store.check([WAITING]):
+                while version in waits and not hands_on and rank == 0 and not read_if_set(sender._store, WAITING):
                     time.sleep(0.01)
                 write(model, version)
                 outcomes.append(attempt(partial(sender.send_weights, version)))
@@ -136,7 +137,7 @@ def changing_engine(
     source: torch.dtype | None = None,
 ) -> dict[int, Any]:  # fmt: skip
     """Joins after an event, and receives until a version; one of them fails here. Every version that is received is whole."""
-    with many_waves(lease_seconds=10):
+    with many_waves():
         if after:
             meeting.hear(after)
         model, reports = build(layout, 2 if layout != "plain" else 1, dtype), {}
@@ -220,15 +221,15 @@ def test_what_changes_while_changes_are_sent_comes_with_the_next_version() -> No
 
 
 def neighboring_engine(rank: int, meeting: Meeting, name: str, node: str) -> None:
-    """An engine that receives three versions; or becomes silent after the first, which it commits later."""
-    with many_waves(lease_seconds=1.5):
+    """An engine that receives three versions; or leaves after the first, which it commits later."""
+    with many_waves():
         model = build("plain", 1, HALF)
         with receiving(meeting, model, timeout=30, node=node, engine=EngineRank(name)) as receiver:
-            for version in (1,) if name == "silent" else (1, 2, 3):
+            for version in (1,) if name == "leaving" else (1, 2, 3):
                 receiver.receive_weights(version)
-                if name == "silent":
-                    receiver._rendezvous._closed.set()  # as if its interpreter were busy
-                    meeting.say("silent")
+                if name == "leaving":
+                    receiver._rendezvous.close()
+                    meeting.say("left")
                     meeting.hear("tried-2")
                 receiver.commit()
                 check_bits(model, version)
@@ -241,9 +242,9 @@ def neighboring_engine(rank: int, meeting: Meeting, name: str, node: str) -> Non
 def test_a_version_stays_for_the_ranks_that_have_it_and_is_no_base_for_other_tensors() -> None:
     """One of two engines that share memory is dropped, and commits its version when the other has the next one. A third has
     other tensors when the ranks find each other anew."""
-    sends = partial(changing_trainer, lease_seconds=1.5, hands_on=True)
-    jobs = [Job(1, sends, (partial(build, "plain", 1, HALF), {2: "silent"}, 3, 3))]
-    jobs += [Job(1, neighboring_engine, each) for each in (("silent", ""), ("neighbor", ""), ("changed", "other"))]
+    sends = partial(changing_trainer, hands_on=True)
+    jobs = [Job(1, sends, (partial(build, "plain", 1, HALF), {2: "left"}, 3, 3))]
+    jobs += [Job(1, neighboring_engine, each) for each in (("leaving", ""), ("neighbor", ""), ("changed", "other"))]
     trainer, *_ = run(jobs)
     texts, reports = zip(*trainer[0], strict=True)
     assert not any(texts)
@@ -303,7 +304,7 @@ def replicated_engine(rank: int, meeting: Meeting, whole: bool) -> None:
 
 def test_a_base_of_another_replica_and_one_that_is_damaged_are_replaced() -> None:
     """An engine joins before version 3, after which other ranks of the sender send parts of the tensor."""
-    sends = partial(changing_trainer, write=write_replica, lease_seconds=2, hands_on=True, verify=True)
+    sends = partial(changing_trainer, write=write_replica, hands_on=True, verify=True)
     jobs = [Job(2, sends, (make_replicas, {3: "joined-0 joined-1"}, 1))]
     for of_rank in run([*jobs, *(Job(count, replicated_engine, (count == 1,)) for count in (1, 2))])[0]:
         texts, reports = zip(*of_rank, strict=True)

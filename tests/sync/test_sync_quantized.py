@@ -47,7 +47,7 @@ def wanted(version: int) -> dict[str, torch.Tensor]:
 
 
 def send(rank: int, meeting: Meeting, receivers: int, waits: bool, where: str = "cpu") -> None:
-    with many_waves(lease_seconds=10):
+    with many_waves():
         model = sharded(Trainer(), "fsdp") if where == "cpu" else Trainer().to(where)
         rule, snapshot = Quantize(quantized.with_skipped(quantized.FORMATS[FORMAT])), "none" if waits else "host"
         delta = "always" if where == "cpu" else "off"
@@ -68,7 +68,7 @@ def engine(layout: str = "plain") -> nn.Module:
 
 
 def receive(rank: int, meeting: Meeting, layout: str, stage: str, where: str = "cpu", pulls: bool = False) -> None:
-    with many_waves(lease_seconds=10):
+    with many_waves():
         model = engine(layout).to(where)
         with receiving(meeting, model, stage=stage, verify=False) as receiver:
             for version in VERSIONS:
@@ -78,7 +78,7 @@ def receive(rank: int, meeting: Meeting, layout: str, stage: str, where: str = "
 
 
 def take_tensors(rank: int, meeting: Meeting) -> None:
-    with many_waves(lease_seconds=10), receiving(meeting, None, verify=True) as receiver:
+    with many_waves(), receiving(meeting, None, verify=True) as receiver:
         for version in VERSIONS:
             report, values = receiver.receive_weights(version), wanted(version)
             assert_same(dict(receiver.tensors()), values, f"version {version}")

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from unittest.mock import Mock
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 from torch.distributed import TCPStore
 
 import epload
 from epload.errors import LoadError, WaitTimeout
+from epload.sync.handing_on import WAITING, Offers
 from epload.sync.liveness import Participant
-from epload.sync.participants import EngineRank, ReceiverRendezvous, SenderRendezvous, Start
+from epload.sync.participants import EngineRank, Engines, ReceiverRendezvous, SenderRendezvous, Start, add_rank, read_engines
 from epload.sync.store import connect, serve
 from support import jobs
 from support.jobs import Job, Meeting
@@ -90,11 +92,11 @@ def test_a_token_against_a_sender_without_one_is_named(monkeypatch: pytest.Monke
 
 
 def test_the_environment_has_the_token_and_a_silent_client_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epload.sync.token._HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setenv("EPLOAD_SYNC_TOKEN", TOKEN)
     served = serve(("127.0.0.1", 0), LIMIT)
-    with closing(socket.create_connection(("127.0.0.1", served.port), 10)) as silent:
-        silent.settimeout(10)
+    soon = patch("epload.sync.token._HANDSHAKE_SECONDS", 0.5)
+    with soon, closing(socket.create_connection(("127.0.0.1", served.port), 10)) as silent:
+        silent.settimeout(9)
         with suppress(ConnectionError):
             while silent.recv(1000):
                 pass
@@ -159,7 +161,7 @@ def joined(port: int, rank: int, engine: str = "engine", size: int = 2) -> Recei
 
 @pytest.fixture
 def rendezvous() -> Iterator[tuple[SenderRendezvous, int]]:
-    with many_waves():
+    with many_waves(lease_seconds=4):
         server = serve(("127.0.0.1", 0), LIMIT)
         yield SenderRendezvous(server.store, expected=2), server.port
 
@@ -206,8 +208,9 @@ def test_an_engine_that_was_silent_is_waited_for_once_it_is_heard(rendezvous: tu
     assert all_ready(sender, 2, first)
     fail(sender, 2, first)
 
-    second._beats = beats
-    time.sleep(1)
+    beat, second._beats = sender._receivers.get(second._key), beats
+    while sender._receivers.get(second._key) == beat:
+        time.sleep(0.01)
     sender.announce(3)
     first.get_ready(LIMIT)
     with pytest.raises(WaitTimeout, match="engine b: 0 of 1 ranks called receive_weights"):
@@ -216,3 +219,22 @@ def test_an_engine_that_was_silent_is_waited_for_once_it_is_heard(rendezvous: tu
     assert gather(sender) == (first.participant, second.participant)
     for rank in (first, second):
         rank.close()
+
+
+def test_an_engine_that_begins_to_wait_as_the_next_version_is_announced_counts_for_the_one_after() -> None:
+    waiting = [Participant(name, 0, 1, "", number) for number, name in enumerate("ab")]
+    store = serve(("127.0.0.1", 0), LIMIT).store
+    offers = Offers(lambda: store)
+
+    def read(*args: Any) -> Engines:
+        found = read_engines(*args)
+        add_rank(store, WAITING, waiting[1])
+        return found
+
+    add_rank(store, WAITING, waiting[0])
+    with patch("epload.sync.handing_on.read_engines", read):
+        assert list(offers.withdraw(store)) == ["a"]
+    assert "b" in offers.withdraw(store)
+    assert offers.withdraw(store) == {}
+    add_rank(store, WAITING, waiting[0])
+    assert list(offers.withdraw(store)) == ["a"]

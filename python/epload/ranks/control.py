@@ -215,6 +215,8 @@ class Control(Rounds):
             first = self._wait_for_failure(_PUBLISH_SECONDS if remote else 0.0)
             if first is not None and (first.hard or not hard):
                 return first
+            if remote and first is None and (ended := self.processes.ended):  # which nobody says if none is left that waits
+                error, remote = RankExited(*min(ended.items())), False
             others = ""
             if first is None and not remote and self.store is not None:
                 timed_out, ended = isinstance(error, WaitTimeout), self.processes.ended
@@ -235,11 +237,11 @@ class Control(Rounds):
         return str(RankExited(*min(ended.items()))) if ended else ""
 
     def _wait_for_failure(self, seconds: float) -> Failure | None:
-        """Returns the failure of the present attempt, if one is known or published within some seconds."""
+        """Returns the failure of the present attempt. Waits for one for some seconds at most, and only until a rank has ended."""
         until = time.monotonic() + seconds
         while self.store is not None and not self.succeeded:
             failure = self.known_failure() or self.look()
-            if failure is not None or time.monotonic() >= until:
+            if failure is not None or self.processes.ended or time.monotonic() >= until:
                 return failure
             time.sleep(_POLL_SECONDS)
         return None

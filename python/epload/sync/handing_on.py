@@ -26,6 +26,7 @@ from epload.core.log import logger
 from epload.errors import LoadError, message_of
 from epload.planning.holdings import NO_PART, Holdings, full_holdings
 from epload.ranks.contents import fetch
+from epload.ranks.messages import read_if_set
 from epload.sync.devices import DeviceAccess
 from epload.sync.generation import Generation
 from epload.sync.joining import JoinMessage
@@ -121,8 +122,10 @@ class Offers:
         keys = [WAITING]
         if number and not store.check([f"{OFFERS}/start/{number}"]):
             keys.insert(0, f"{OFFERS}/ready/{number}")
+        waiting = read_if_set(store, WAITING)
         engines = read_engines(store, *keys).items()
-        store.delete_key(WAITING)
+        if waiting:
+            store.compare_set(WAITING, waiting, "")  # type: ignore[arg-type]  # unless another one waits since
         return {name: ranks for name, ranks in engines if len(ranks) == ranks[0].size and name not in busy}
 
     def close(self) -> None:
@@ -244,10 +247,12 @@ class Joining:
             number, is_offered = self._offers.last()
             if is_offered:
                 offer = Offer(*self._offers.read(number, self._timeout))
-                is_right = only in (None, offer.version) and offer.version > after
-                return (number, offer) if is_right and self._is_same(offer, holdings_of) else None
+                if only in (None, offer.version) and offer.version > after and self._is_same(offer, holdings_of):
+                    return number, offer
             if pause == _MIN_PAUSE:  # versions are open for a moment only: the next one waits for this rank
                 answer_of_sender(lambda: add_rank(self._store, WAITING, self._rendezvous.participant), self._timeout)
+            if is_offered:
+                break
             time.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE)
         return None
