@@ -72,7 +72,7 @@ def run(
             processes.append(process)
         values, errors = _collect(links, time.monotonic() + limit + 10)
         for rank, process in enumerate(processes):
-            process.join(5)
+            process.join(60)
             if process.is_alive():
                 process.kill()
                 errors.setdefault(rank, "did not exit after its value was returned")
