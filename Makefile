@@ -45,9 +45,7 @@ help: ## list the targets
 
 $(VENV)/ready: requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/pip install --quiet --upgrade pip
-	$(RUN)/pip install --quiet "$(TORCH)"
-	$(RUN)/pip install --quiet -r requirements-dev.txt
+	$(RUN)/pip install --quiet "$(TORCH)" -r requirements-dev.txt
 	touch $@
 
 $(VENV)/built: $(VENV)/ready $(NATIVE) CMakeLists.txt setup.py pyproject.toml
@@ -82,9 +80,7 @@ test-newest: ## run test-smoke with the newest supported torch, in its own envir
 
 $(VENV)-transformers/ready: requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)-transformers
-	$(VENV)-transformers/bin/pip install --quiet --upgrade pip
-	$(VENV)-transformers/bin/pip install --quiet "$(TORCH)"
-	$(VENV)-transformers/bin/pip install --quiet -r requirements-dev.txt "$(TRANSFORMERS_OLDEST)"
+	$(VENV)-transformers/bin/pip install --quiet "$(TORCH)" -r requirements-dev.txt "$(TRANSFORMERS_OLDEST)"
 	touch $@
 
 # With the libraries that are built into python/epload for the same torch.
@@ -97,7 +93,6 @@ test-frameworks: build $(VENV)-transformers/ready ## compare the README's recipe
 
 $(VENV)-npu/ready:
 	$(PYTHON) -m venv $(VENV)-npu
-	$(VENV)-npu/bin/pip install --quiet --upgrade pip
 	$(VENV)-npu/bin/pip install --quiet "$(TORCH)" numpy pyyaml pytest tqdm "setuptools>=77" "cmake>=3.22" "pybind11>=2.13" ninja wheel
 	$(VENV)-npu/bin/pip install --quiet --no-deps "$(TORCH_NPU)"
 	touch $@
@@ -123,7 +118,6 @@ test-sglang: build $(VENV)-sglang/ready ## test against SGLang's own model class
 
 $(VENV)-verl/ready: tests/verl/requirements.txt
 	$(PYTHON) -m venv $(VENV)-verl
-	$(VENV)-verl/bin/pip install --quiet --upgrade pip
 	$(VENV)-verl/bin/pip install --quiet "$(TORCH)" numpy pytest
 	$(VENV)-verl/bin/pip install --quiet -r tests/verl/requirements.txt
 	$(VENV)-verl/bin/pip install --quiet --no-deps "$(VERL)"
@@ -134,7 +128,6 @@ test-verl: build $(VENV)-verl/ready ## test ranks that are Ray actors, and a bac
 
 $(VENV)-megatron/ready: tests/megatron/requirements.txt
 	$(PYTHON) -m venv $(VENV)-megatron
-	$(VENV)-megatron/bin/pip install --quiet --upgrade pip
 	$(VENV)-megatron/bin/pip install --quiet "$(TORCH)"
 	$(VENV)-megatron/bin/pip install --quiet -r tests/megatron/requirements.txt
 	$(VENV)-megatron/bin/pip install --quiet --no-deps "$(MEGATRON)"
@@ -196,7 +189,6 @@ sanitize: build ## run the native tests under AddressSanitizer with UBSan, and u
 
 $(BENCH_VENV)/built: benchmarks/requirements.txt $(NATIVE) CMakeLists.txt setup.py pyproject.toml
 	$(PYTHON) -m venv $(BENCH_VENV)
-	$(BENCH)/pip install --quiet --upgrade pip
 	$(BENCH)/pip install --quiet "$(TORCH)"
 	$(BENCH)/pip install --quiet -r benchmarks/requirements.txt
 	EPLOAD_CUDA=$(EPLOAD_CUDA) $(BENCH)/pip install --quiet -e .
@@ -241,7 +233,6 @@ gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and 
 
 $(DOCS_VENV)/ready: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/pip install --quiet --upgrade pip
 	$(DOCS_VENV)/bin/pip install --quiet -r docs/requirements.txt
 	touch $@
 

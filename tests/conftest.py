@@ -8,9 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 collect_ignore = ["npu", "vllm", "sglang", "verl", "megatron"]
 pytest.register_assert_rewrite("support")
+# The same examples each time; campaigns/fuzz.py looks for others.
+settings.register_profile("fuzz", deadline=None)
+settings.register_profile("epload", deadline=None, derandomize=True)
+settings.load_profile("epload")
 
 
 @pytest.fixture(scope="session")

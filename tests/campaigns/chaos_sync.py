@@ -132,16 +132,6 @@ def call(step: Callable[[], Any]) -> tuple[str, float]:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
 
 
-def left_over() -> list[str]:
-    """Threads of epload that still run, once they had a moment to end."""
-    until = time.monotonic() + 5
-    while True:
-        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("epload-")]
-        if not names or time.monotonic() > until:
-            return names
-        time.sleep(0.05)
-
-
 def trainer(rank: int, meeting: Meeting, fault: Fault) -> dict[str, Any]:
     mine = fault.victim == f"trainer {rank}"
     found: list[Any] = []
@@ -166,7 +156,7 @@ def trainer(rank: int, meeting: Meeting, fault: Fault) -> dict[str, Any]:
                 seeds.act(fault.kind, TIMEOUT)  # it did not come to its phase
         sender.close()
         meeting.say(f"over-{rank}")
-    return {"calls": found, "left": left_over()}
+    return {"calls": found, "left": seeds.left_over()}
 
 
 def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, Any]:
@@ -191,7 +181,7 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
             # The trainer has ended before.
             if mine and fault.dies:
                 seeds.act(fault.kind, TIMEOUT)
-            return {"calls": [(None, str(error), 0.0)], "wrong": wrong, "left": left_over()}
+            return {"calls": [(None, str(error), 0.0)], "wrong": wrong, "left": seeds.left_over()}
         if mine and fault.kind == "late":
             meeting.say("late")
         for number in range(1, 2 * VERSIONS + 1):
@@ -219,7 +209,7 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
             if ended:
                 break
         receiver.close()
-    return {"calls": found, "wrong": wrong, "left": left_over()}
+    return {"calls": found, "wrong": wrong, "left": seeds.left_over()}
 
 
 def judge(seed: int) -> tuple[str, str]:

@@ -2,8 +2,8 @@
 
     python -m campaigns.fuzz --seconds 600
 
-Half of the time goes to hypothesis (headers, copy tables, regions that are read and digested), half to AFL++ on the native cases,
-or all to hypothesis where there is no ``afl-fuzz``. What fails is printed; native inputs that fail belong into
+Half of the time goes to hypothesis (headers, plans, copy tables, regions that are read and digested), half to AFL++ on the native
+cases, or all to hypothesis where there is no ``afl-fuzz``. What fails is printed; native inputs that fail belong into
 ``tests/native/cpp/corpus``, which `make test` replays.
 """
 
@@ -21,8 +21,8 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 CPP = TESTS / "native/cpp"
 MODULES = (
-    "checkpoint/test_malformed", "native/test_changes", "native/test_region_copy",
-    "native/test_region_read", "planning/test_bucket_plan",
+    "checkpoint/test_malformed", "core/test_views", "native/test_changes", "native/test_region_copy",
+    "native/test_region_read", "planning/test_bucket_plan", "planning/test_flow", "transfer/test_node_memory",
 )  # fmt: skip
 
 
@@ -31,17 +31,8 @@ def hypothesis(until: float) -> None:
     files = [TESTS / f"{name}.py" for name in MODULES]
     turn = 0
     while time.monotonic() < until:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-m",
-            "hypothesis",
-            f"--hypothesis-seed={time.time_ns()}",
-        ]
-        done = subprocess.run([*command, *files], capture_output=True, text=True)
+        options = ["-m", "hypothesis", "--hypothesis-profile=fuzz", f"--hypothesis-seed={time.time_ns()}"]
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", *options, *files], capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stdout[-4000:])
         turn += 1

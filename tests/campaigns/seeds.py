@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from threading import Lock
 from typing import Any
 from unittest import mock
 
@@ -60,7 +60,7 @@ class Moments:
         self._places, self._at, self._action, self._after, self._applies = places, at, action, after, applies
         self.count = 0
         self.fired = False
-        self._lock = Lock()
+        self._lock = threading.Lock()
 
     def _wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -86,6 +86,16 @@ class Moments:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+def left_over() -> list[str]:
+    """Returns the threads of epload that still run, once they had a moment to end."""
+    until = time.monotonic() + 5
+    while True:
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("epload-")]
+        if not names or time.monotonic() > until:
+            return names
+        time.sleep(0.05)
 
 
 def has_hung(error: RankFailed) -> bool:

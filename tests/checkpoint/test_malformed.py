@@ -281,7 +281,7 @@ def test_the_path_and_the_kind_are_named(read: Callable[[Path], None], tmp_path:
     assert status == 0, output
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(content=FILES, bucket_bytes=st.sampled_from([80, 96, 1 << 20]))
 def test_a_file_is_loaded_as_it_is_or_refused(content: bytes, bucket_bytes: int) -> None:
     filled = nn.ParameterDict({"v": torch.zeros(4), "w": torch.zeros(2, 3), "e": torch.zeros(0)})  # as FILES also have

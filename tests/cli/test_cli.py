@@ -72,7 +72,7 @@ def test_every_command_has_help_and_json(name: str) -> None:
 def python(*arguments: str, **environment: str) -> tuple[int, str, str]:
     """Runs Python. Returns its exit status and what it prints."""
     command, environment = [sys.executable, *arguments], os.environ | environment
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent import futures
+from concurrent.futures import Future
+from unittest import mock
 
 import pytest
 
@@ -24,21 +27,26 @@ def test_the_first_failure_is_raised_once_no_step_runs() -> None:
 
 
 def test_no_step_runs_after_an_interrupt() -> None:
+    """The other three threads are in a step when the caller is interrupted, and end theirs once the caller waits for them."""
     begun, ended, caller = list[int](), list[int](), threading.current_thread()
+    all_begun, waits = threading.Barrier(4, timeout=30), threading.Event()
 
     def step(number: int) -> None:
         begun.append(number)
+        if number < 4:
+            all_begun.wait()
         if threading.current_thread() is caller:
             raise KeyboardInterrupt
-        time.sleep(0.01)
+        waits.wait(30)
         ended.append(number)
 
-    with pytest.raises(KeyboardInterrupt):
+    def wait(helpers: list[Future[None]]) -> None:
+        waits.set()
+        futures.wait(helpers)
+
+    with mock.patch.object(threads, "wait", wait), pytest.raises(KeyboardInterrupt):
         threads.run_all("steps", [lambda number=number: step(number) for number in range(100)], 4)  # type: ignore[misc]
-    count = len(begun)
-    assert len(ended) == count - 1 < 20
-    time.sleep(0.1)
-    assert len(begun) == count
+    assert (len(begun), len(ended)) == (4, 3)
 
 
 class Panic(BaseException):

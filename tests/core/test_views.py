@@ -75,7 +75,7 @@ def chains(draw: st.DrawFn) -> tuple[Assembly, Tensor, list[Tensor]]:
     return symbol, tensor, sources
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(chains(), st.data())
 def test_a_chain_of_operations_is_what_torch_makes_of_it(chain: Any, data: st.DataObject) -> None:
     """However a source is cut, each range brings exactly its own elements to their places."""
@@ -144,7 +144,7 @@ def view_of(draw: st.DrawFn, tensor: Tensor) -> Tensor:
     return tensor
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_the_boxes_are_the_region(data: st.DataObject) -> None:
     tensor = data.draw(dense())

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 PATH = Path(__file__).parents[2] / "examples" / "one_process.ipynb"
 
@@ -30,10 +32,11 @@ def test_it_is_kept_without_outputs() -> None:
     assert [cell for cell in cells if cell.outputs or cell.execution_count is not None] == []
 
 
-def test_it_shows_what_it_announces(tmp_path: Path) -> None:
+def test_it_shows_what_it_announces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(PATH, as_version=4)
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
-    client.execute()
+    monkeypatch.chdir(tmp_path)  # sockets of the kernel are here: another process could take ports before it listens
+    config = Config({"KernelManager": {"transport": "ipc"}})
+    NotebookClient(notebook, timeout=300, kernel_name="python3", config=config).execute()
     outputs = {cell.source: cell.outputs for cell in code_cells(notebook)}
     (report,) = [each.data["text/html"] for each in shown(outputs, "report = epload.load") if "data" in each]
     assert "readers=every" in report

@@ -211,7 +211,10 @@ def test_few_files_name_the_native_ops_or_private_state_of_dtensors() -> None:
 def link_command(output: Path, *flags: str, shared_runtime: bool) -> list[str]:
     """Returns that of libepload as it was built last, with flags for the compiler and another output."""
     minor = ".".join(torch.__version__.split(".")[:2])
-    (folder,) = [each.parent for each in (ROOT / "build").glob(f"cmake-*torch{minor}/build.ninja")]
+    folders = [each.parent for each in (ROOT / "build").glob(f"cmake-*torch{minor}/build.ninja")]
+    if not folders:
+        pytest.skip("epload was built elsewhere: build/ has no folder of CMake for this torch")
+    (folder,) = folders
     commands = output_of("ninja", "-C", str(folder), "-t", "commands", "out/libepload.so")
     line = next(line for line in reversed(commands) if "-shared" in line)
     words = shlex.split(line.partition("&&")[2].rpartition("&&")[0] or line)

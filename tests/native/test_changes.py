@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_refused() -> None:
         must_raise(ValueError, match, call)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(size=st.integers(0, 300), seed=st.integers(0, 9), data=st.data())
 def test_a_checksum_sees_every_bit(size: int, seed: int, data: st.DataObject) -> None:
     bytes_ = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
@@ -283,7 +283,7 @@ def test_signs_do_not_undo_each_other(dtype: torch.dtype) -> None:
     assert len(seen) == len(flips)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problem=problems())
 def test_digests_are_those_of_the_regions(problem: Problem) -> None:
     """Digests of tensors are of the region's elements one after the other, those of a bucket of what unpacking makes of it."""

@@ -19,7 +19,7 @@ from support.cuda import DEVICE, gloo, nccl
 from support.region_copies import Problem, big_problem, check_conversions, check_equal, problems
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("gpu")]
-MANY = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+MANY = settings(max_examples=300, suppress_health_check=list(HealthCheck), database=None)
 
 
 @MANY

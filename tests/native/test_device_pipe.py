@@ -239,11 +239,13 @@ def freed(rank: int) -> list[str]:
         values = torch.arange(float(PIECE // 4)) + salt
         target = torch.zeros(PIECE // 4, device=DEVICE)
         torch.accelerator.synchronize()
+        fakedev.hold(scene.lane)
         with scene.lane:
             for _ in range(3):
                 busy.fill_(1.0)  # takes a while
         scene.upload(values, target)
-        problems += [f"{salt}: there at once, so that this shows nothing"] * scene.lane.query()
+        problems += [f"{salt}: on another lane, so that this shows nothing"] * scene.lane.query()
+        fakedev.release(scene.lane)
         scene.pipe = None
         arrived = ctypes.string_at(target.data_ptr(), PIECE)  # the fake's memory is the host's
         problems += [f"{salt}: freed too early"] * (arrived != values.numpy().tobytes())

@@ -26,7 +26,7 @@ def assert_packed(tensors: list[Tensor], table: Tensor, bucket: Tensor) -> None:
     assert not packed.requires_grad
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(problems(), st.booleans())
 def test_equal_to_plain_torch(problem: Problem, unpack: bool) -> None:
     check_equal(problem, unpack, ops.unpack if unpack else ops.pack)

@@ -232,7 +232,7 @@ def jobs(draw: st.DrawFn) -> Job:
     return sizes, targets, rows, wanted
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(jobs(), st.integers(-1, 7))
 def test_any_boxes(tmp_path: Path, job: Job, threads: int) -> None:
     sizes, shapes, rows, wanted = job

@@ -106,9 +106,9 @@ def logged(rank: int) -> list[tuple[str, str]]:
         records.clear()
         del state["norm.bias"]
         state["stray"] = torch.ones(2)
-        small = mock.patch.multiple(slow, _MIN_BYTES=1, _MIN_SECONDS=0.05)
+        small = mock.patch.multiple(slow, _MIN_BYTES=1, _MIN_SECONDS=60)
         real = slow.pace
-        late = mock.patch("epload.loading.run.pace", lambda nbytes, s: real(nbytes, s if rank != 2 else s + 0.5))
+        late = mock.patch("epload.loading.run.pace", lambda nbytes, s: real(nbytes, s + 1000 * (rank == 2)))
         with small, late, mock.patch.object(progress, "_LOG_SECONDS", 0.0):
             loader.load(model, state, strict=False)
     return records

@@ -48,7 +48,7 @@ def problems(draw: st.DrawFn) -> tuple[list[Extent], int, int, int]:
     return extents, header + room, alignment, header
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(problems())
 def test_plan_holds_every_byte_once_in_order(problem: tuple[list[Extent], int, int, int]) -> None:
     extents, capacity, alignment, header = problem
@@ -86,7 +86,7 @@ def test_plan_holds_every_byte_once_in_order(problem: tuple[list[Extent], int, i
         assert end == bucket_nbytes[bucket] <= capacity
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(1, 6), max_size=4), st.sampled_from([1, 2, 4]), st.integers(4, 80), st.integers(0, 70))
 def test_every_piece_is_a_box(shape: list[int], itemsize: int, room: int, before: int) -> None:
     """``before`` fills a part of the first bucket, so that cuts fall in odd places."""

@@ -117,7 +117,7 @@ class Wave:
         return True
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(flows(), waves())
 def test_every_byte_reaches_every_staging_buffer_once(flow: Flow, buckets: Buckets) -> None:
     """And crosses each node's link once: into it what others read, out of it everything but what the next node reads."""

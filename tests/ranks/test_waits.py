@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,8 +25,10 @@ import torch.distributed as dist
 
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.core import log
+from epload.ranks import heartbeat
 from epload.ranks.control import Control
 from epload.ranks.processes import Processes
+from epload.ranks.tree import Tree
 from support import ranks
 from support.failures import Raised, check_raised, raised_by
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
@@ -266,3 +269,16 @@ def test_a_rank_without_threads_or_files_fails_the_load_for_all(culprit: int, wh
     results = ranks.run(4, cannot_start, culprit, what, limit=80)
     check([first for first, _ in results], text, hint)
     assert [bad for _, bad in results] == [[]] * 4, "the next load is right"
+
+
+@pytest.mark.parametrize("nodes", [1, 24])
+def test_a_post_that_came_late_holds_back_no_later_one(nodes: int) -> None:
+    """Beats come once in a second, but for some milliseconds, and each node posts at every one or, if there are 24, third one."""
+    now, store = 1000.0, mock.Mock()
+    beats = heartbeat.Heartbeats(lambda: store, Tree([[node] for node in range(nodes)], 0))
+    with mock.patch.object(heartbeat, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now)):
+        for second in range(30):
+            now = 1000.0 + second + 0.02 * (second % 2 == 0)
+            beats.beat((1, 1, 1), 0, "")
+            beats.post((1, 1, 1), False)
+    assert store.set.call_count == 30 / beats.interval

@@ -227,7 +227,7 @@ def convert_slowly(rank: int, source: str, target: str, dies: bool) -> tuple[str
 
     topology = epload.Topology.from_nodes([[0], [1]])
     began = time.monotonic()
-    with mock.patch.object(converting, "_CHUNK_ELEMENTS", 1000):
+    with mock.patch.object(converting, "_CHUNK_ELEMENTS", 1000), mock.patch("epload.ranks.heartbeat.INTERVAL", 0.1):
         options = {"topology": topology, "timeout": 20 if dies else 2, "progress": wait}
         error = error_of(lambda: epload.convert(source, target, **options))
     return error, time.monotonic() - began

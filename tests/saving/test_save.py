@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import epload
 from epload.mapping import Convert, Rename, Reshape, Split
+from epload.saving import run
 from support import ranks
 from support.checkpoints import assert_same, read_folder
 from support.failures import error_of, must_raise
@@ -151,13 +152,19 @@ def test_saves_in_the_background_and_into_a_folder_that_exists(tmp_path: Path) -
 
 def test_a_save_that_has_ended_keeps_no_tensors(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3)
-    weight = weakref.ref(model.weight)
-    pending = epload.save_async(model, tmp_path / "new")
-    copy = weakref.ref(pending._model.value.tensors[0])
+    kept, copy = [weakref.ref(model.weight)], run._copy
+
+    def copy_and_look(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        copies = copy(tensors)
+        kept.extend(weakref.ref(each) for each in copies)
+        return copies
+
+    with mock.patch.object(run, "_copy", copy_and_look):
+        pending = epload.save_async(model, tmp_path / "new")
     assert pending.wait().tensors == 2
     del model
     gc.collect()
-    assert (weight(), copy()) == (None, None)
+    assert [tensor() for tensor in kept] == [None] * 3
 
 
 def test_rows_that_a_checkpoint_interleaves_and_a_flat_parameter(tmp_path: Path) -> None:

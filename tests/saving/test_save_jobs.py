@@ -272,11 +272,16 @@ def test_calls_wait_for_what_runs_in_the_background(tmp_path: Path) -> None:
 
 
 def calls_while_a_save_is_stuck(rank: int, folder: str) -> list[str]:
-    """Makes a sender, and calls load wrongly, while a save begins late on one rank; the rank that waits long says so."""
+    """Makes a sender, and calls load wrongly, while a save begins on one rank only once that says that a call waits for it."""
     model, original, problems, messages = build("fsdp", 2), PendingSave._run, list[str](), list[str]()
 
+    def said(path: Path | str) -> bool:
+        return any(f"background: save_async() to {path}" in message for message in messages)
+
     def run_later(save: PendingSave, *number: int) -> epload.SaveReport:
-        time.sleep(0.7 * rank)
+        until = time.monotonic() + 30 * rank
+        while not said(save._path) and time.monotonic() < until:
+            time.sleep(0.01)
         return original(save, *number)
 
     with (
@@ -290,7 +295,7 @@ def calls_while_a_save_is_stuck(rank: int, folder: str) -> list[str]:
         with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1):
             problems += [] if second.done() else ["a sender was made while a save ran"]
     first.wait(), second.wait()
-    if rank == 1 and not any(f"background: save_async() to {folder}/2" in message for message in messages):
+    if rank == 1 and not said(f"{folder}/2"):
         problems.append(f"no warning: {messages}")
     return problems
 

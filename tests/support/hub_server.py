@@ -33,6 +33,7 @@ class HubServer:
         self.described: Counter[str] = Counter()
         """How often its ETag was asked for, of each file."""
         self.asked = 0
+        self._lock = threading.Lock()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -55,7 +56,8 @@ class HubServer:
         self._http.server_close()
 
     def _answer(self, request: BaseHTTPRequestHandler, body: bool) -> None:
-        self.asked += 1
+        with self._lock:
+            self.asked += 1
         path = request.path.partition("?")[0]
         status, headers, content = self._route(path, request.headers.get("Authorization", ""), body)
         request.send_response(status)
@@ -93,7 +95,8 @@ class HubServer:
             headers = {
                 "X-Repo-Commit": COMMIT, "ETag": f'"{_etag(folder / match[1])}"', "Content-Length": str(len(content))
             }  # fmt: skip
-            (self.fetched if body else self.described)[match[1]] += 1
+            with self._lock:
+                (self.fetched if body else self.described)[match[1]] += 1
             time.sleep(self.delay if body else 0)
             return 200, headers, content
         return 404, {"X-Error-Code": "EntryNotFound"}, b""

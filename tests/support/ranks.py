@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -72,7 +71,7 @@ def run(
             processes.append(process)
         values, errors = _collect(links, time.monotonic() + limit + 10)
         for rank, process in enumerate(processes):
-            process.join(5)
+            process.join(60)
             if process.is_alive():
                 process.kill()
                 errors.setdefault(rank, "did not exit after its value was returned")
@@ -109,11 +108,10 @@ def run_script(
     world: int, script: Path, arguments: list[str], folder: Path, environment: dict[str, str], prepare: Callable[[], None],
 ) -> str:  # fmt: skip
     """Runs a script on ranks with the environment that torchrun makes, and returns what they print."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
-        "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "test", **environment,
+        "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port),
+        "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", **environment,
     }  # fmt: skip
 
     def run_one(rank: int) -> tuple[int | None, str]:

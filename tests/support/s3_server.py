@@ -115,14 +115,13 @@ class Proxy:
         content = answer.read()
         own = {"connection", "server", "date", "transfer-encoding", *self.hidden}
         forwarded = {key: value for key, value in answer.getheaders() if key.lower() not in own}
-        self._send(request, answer.status, forwarded, content, fault == "truncate")
-        if fault == "truncate":
-            request.close_connection = True
-            return
-        if request.command == "GET" and answer.status == 206 and (span := request.headers.get("Range")):
+        truncated = fault == "truncate"
+        if request.command == "GET" and answer.status == 206 and not truncated and (span := request.headers.get("Range")):
             begin, _, end = span.removeprefix("bytes=").partition("-")
-            with self._lock:
+            with self._lock:  # before the client has the answer, and a test looks
                 self.sent[urlsplit(request.path).path].append((int(begin), int(end) + 1))
+        self._send(request, answer.status, forwarded, content, truncated)
+        request.close_connection |= truncated
 
     @staticmethod
     def _send(request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes, half: bool = False) -> None:

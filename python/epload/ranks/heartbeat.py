@@ -72,9 +72,9 @@ class Heartbeats:
     def post(self, position: Position, waits: bool) -> None:
         """Replaces what the store has of this rank's node, or of this rank alone if it does not lead the node.
 
-        Only once in an interval, or when this rank begins to wait (``waits``) in the round at ``position``.
+        Only once in an interval, to half a beat, or when this rank begins to wait (``waits``) in the round at ``position``.
         """
-        if (not waits or position == self._posted) and time.monotonic() - self._posted_at < self.interval:
+        if (not waits or position == self._posted) and time.monotonic() - self._posted_at < self.interval - INTERVAL / 2:
             return
         self._posted_at, self._posted = time.monotonic(), position
         beats = self.local if self._tree.leads else {self._tree.rank: self.local[self._tree.rank]}
