@@ -162,7 +162,7 @@ def test_numbers_inside_words() -> None:
 def test_every_check_has_a_finding_and_a_failed_one_gives_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(main, ["doctor", "--json"])
     findings = {each["check"]: each for each in json.loads(result.stdout)["findings"]}
-    assert len(findings) == 6
+    assert len(findings) == 7
     assert {each["status"] for each in findings.values()} <= {"ok", "warn", "fail"}
     assert all(each["advice"] for each in findings.values() if each["status"] != "ok")
     assert result.exit_code == any(each["status"] == "fail" for each in findings.values())
@@ -212,6 +212,13 @@ def test_what_a_machine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert doctor.check_lookup(refuse)[0] == "ok", "no name is no problem, unless it takes long"
     monkeypatch.setattr(doctor, "_SLOW_LOOKUP", 0.04)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope")
+    gloo = doctor.check_gloo()
+    assert gloo[0] == "fail"
+    assert "nope" in gloo[1]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(doctor.socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert doctor.check_gloo()[0] == "warn"
     slow = doctor.check_lookup(lambda address: time.sleep(0.05))
     assert slow[0] == "warn"
     assert "/etc/hosts" in slow[2]
@@ -228,6 +235,12 @@ RENAMES = epload.Mapping(renames={"^layers": ""})
 
 def make_plain() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 11))
+
+
+def make_with_options(pretrained: bool = False, **options: Any) -> nn.Module:
+    """Has the signature of timm's functions."""
+    assert pretrained is False
+    return make_plain().to(torch.bfloat16)
 
 
 def make_sharded() -> nn.Module:
@@ -297,6 +310,14 @@ def test_a_function_parallelizes_by_itself(plain: Path) -> None:
     assert list(owned.values()) == [4 * (n * 7 + n + 11 * n + 11) for n in columns]
 
 
+def test_bytes_are_those_of_the_shards_in_the_models_dtype(plain: Path) -> None:
+    """Of a model that takes options, but no mesh."""
+    owned = plan(plain, "--model", f"{__name__}:make_with_options", "--mesh", "fsdp=1")["owned"]
+    assert owned == {"0": sum(tensor.numel() * 2 for tensor in make_plain().parameters())}
+    owned = plan(plain, "--model", f"{__name__}:make_with_options", "--mesh", "fsdp=2")["owned"]
+    assert owned == {str(i): 2 * sum(torch.chunk(t, 2)[i].numel() for t in make_plain().parameters()) for i in range(2)}
+
+
 def test_what_would_fail(plain: Path, tmp_path: Path) -> None:
     state = make_plain().state_dict()
     state["extra"] = state.pop("0.bias")
@@ -321,6 +342,7 @@ def test_what_would_fail(plain: Path, tmp_path: Path) -> None:
         (["--mesh", "fsdp"], 1, "expected a mesh such as fsdp=8,tp=2, got 'fsdp'"),
         (["--mesh", "fsdp=3", "--nodes", "2"], 2, "expected as many ranks on each of 2 nodes"),
         (["--mesh", "ep=2"], 1, "expected mesh axes among replicate, fsdp, tp, got ep"),
+        (["--mesh", "fsdp=2,replicate=2"], 1, "expected replicate before fsdp"),
         (["--mesh", "tp=2"], 1, "declares no plan for tensor parallelism"),
         (["--model", "json:nothing"], 1, "json has no 'nothing'"),
         (["--model", "string:digits"], 1, "string:digits is a str, which cannot be called"),

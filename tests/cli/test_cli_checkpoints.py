@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,18 @@ def test_all_files_are_compared(kind: str, name: str, folder: Path) -> None:
     assert run_json("verify", folder, "--checksums", given)["checksums"] in output
     change_byte(folder / name)
     assert f"{folder / name} is not the file" in refused("verify", folder, "--checksums", given)
+
+
+def test_a_copy_of_a_file_in_another_folder_is_compared_too(folder: Path) -> None:
+    name = "model-00002-of-00002.safetensors"
+    (folder / "copy").mkdir()
+    shutil.copy(folder / name, folder / "copy" / name)
+    listed = folder.parent / "SHA256SUMS"
+    names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    listed.write_bytes(subprocess.run(["sha256sum", *names], cwd=folder, capture_output=True, check=True).stdout)
+    run("verify", folder, "--checksums", listed)
+    change_byte(folder / "copy" / name)
+    assert f"{folder / 'copy' / name} is not the file" in refused("verify", folder, "--checksums", listed)
 
 
 def test_a_listed_file_that_is_gone_or_in_another_folder(folder: Path, tmp_path: Path) -> None:

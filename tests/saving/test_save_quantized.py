@@ -155,6 +155,8 @@ def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
     assert written["model.layers.0.self_attn.o_proj.weight"].dtype == FP8
     declared = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
     assert {name.removesuffix(".weight") for name in matrices} < {*declared["modules_to_not_convert"]}
+    epload.convert(tmp_path / "bf16", tmp_path / "fp16", quantize=Quantize(BLOCKS), dtype="fp16")
+    assert json.loads((tmp_path / "fp16" / "config.json").read_text())["dtype"] == "float16"
     epload.convert(tmp_path / "bf16", tmp_path / "narrow", dtype="bfloat16")
     assert_same({name: load_file(tmp_path / "narrow" / "model.safetensors")[name] for name in bias}, bias)
 

@@ -22,9 +22,11 @@ def compare_files(checkpoint: Checkpoint, given: str) -> str:
     checksums = Checksums.read(True if given == "published" else given, checkpoint)
     store, parts = checkpoint._store, checksums.parts(checkpoint) + checksums.other_parts(checkpoint)
     if isinstance(store, LocalStore):
-        compared = {part.file.name for part in parts}
+        compared, listed = {part.file.name for part in parts}, checksums.files
+        by_last = {name: PurePosixPath(name).name for name in listed}  # a list may have been made in another folder
+        others = {name for name, last in by_last.items() if last not in compared or (name != last and last in listed)}
         try:
-            for name in sorted(name for name in checksums.files if PurePosixPath(name).name not in compared):
+            for name in sorted(others):
                 if PurePosixPath(name).is_absolute() and not PurePosixPath(name).is_relative_to(store.path):
                     raise CheckpointError(f"{checksums.source} names {name}, which is not in {store}")
                 (file,) = store.open_files([name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import click
@@ -90,6 +91,8 @@ def convert(
             f"--rename {unused[0]!r} matches no tensor of {opened.manifest.source}; there are "
             f"{list_first(opened.manifest.names) or 'none'}"
         )
+    if unmatched := next((p for p in weights if not any(re.search(p, name) for name in opened.manifest.names)), None):
+        raise ValueError(f"--weights {unmatched!r} matches no tensor of {opened.manifest.source}")
     with _ranks() as topology:
         first = topology is None or topology.rank == topology.ranks[0]
         total = opened.manifest.nbytes // (1 if topology is None else len(topology.ranks))
@@ -117,7 +120,7 @@ def _ranks() -> Iterator[Topology | None]:
     if not dist.is_torchelastic_launched():
         yield None
         return
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))  # a child of a job that inherits its environment waits in vain
     try:
         yield Topology.discover()
         dist.barrier()

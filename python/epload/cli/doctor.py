@@ -19,6 +19,7 @@ from epload.core import system_calls
 from epload.native.info import build_info
 from epload.observe.render import count, show_bytes
 from epload.planning.schedule import SYNC_WAVE_BYTES
+from epload.ranks.groups import gloo_devices
 
 _SLOW_LOOKUP = 0.5
 """Seconds; a TCPStore looks up the name of the peer's address for each connection."""
@@ -138,6 +139,22 @@ def check_store() -> Finding:
     return "ok", f"TCPStore: connected, set and get in {perf_counter() - begin:.2f} s", ""
 
 
+def check_gloo() -> Finding:
+    """Checks that gloo finds an interface of this machine, and that other nodes can reach it."""
+    try:
+        gloo_devices()
+    except RuntimeError as error:
+        text = f"gloo: {str(error).partition(chr(10))[0]}"
+        return "fail", text, "set GLOO_SOCKET_IFNAME to an interface of this machine (ip address)"
+    address = ""
+    with suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+    if address.startswith("127.") and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        text = f"gloo listens at {address}, to which the name of this machine leads, and which other nodes do not reach"
+        return "warn", text, "for several nodes, set GLOO_SOCKET_IFNAME to an interface that connects them"
+    return "ok", "gloo finds an interface", ""
+
+
 CHECKS: dict[str, Callable[[], Finding]] = {
     "build": check_build,
     "devices": check_devices,
@@ -145,4 +162,5 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "limits": check_limits,
     "name lookup": check_lookup,
     "store": check_store,
+    "gloo": check_gloo,
 }

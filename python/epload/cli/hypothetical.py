@@ -24,6 +24,7 @@ from epload.checkpoint import hub
 from epload.checkpoint.finding import read_config
 from epload.checkpoint.manifest import Manifest
 from epload.core.attempt import Attempt
+from epload.core.placement import owned_shape
 from epload.errors import CheckpointError, ModelMismatch
 from epload.loading.hints import check_match, unfilled_error
 from epload.mapping.mapping import AnyMapping, Mapping, ignored_keys
@@ -103,11 +104,17 @@ def plan_job(
         "fit": fit | {"initialized": sorted(targets.unsaved_meta), "error": fit["error"] or unfilled or mixed},
         "nbytes": payload,
         "tensors": plans[0].tensor_count,
-        "owned": {rank: plan.owned for rank, plan in plans.items()},  # bytes of the local shards
+        "owned": {rank: _local_bytes(of_rank) for rank, of_rank in targets_of.items()},
         "modes": modes,
         "choice": choice,  # the readers of "auto", if every rank sees the checkpoint
         "reason": reason,
     }
+
+
+def _local_bytes(targets: Targets) -> int:
+    """Returns the bytes of a rank's shards in the dtypes that they have after the load."""
+    shards = [owned_shape(*of_layout) for of_layout in zip(targets.layouts, targets.coordinates, strict=True)]
+    return sum(prod(shards[layout]) * dtype.itemsize for layout, dtype in zip(targets.layout, targets.dtypes, strict=True))
 
 
 def _unfilled(model: nn.Module, targets: Targets, resets: bool) -> str:
@@ -214,7 +221,7 @@ def find_factory(model: str) -> Factory:
     Raises ImportError or ValueError if there is no such function or configuration.
     """
     expected = "expected --model to be a folder with a config.json, a Hub id or package.module:function"
-    if ":" not in model or "//" in model:
+    if ":" not in model or "//" in model or Path(model).exists():
         model = str(Path(model).expanduser()) if model.startswith("~") else model
         if on_hub := hub.parse(model):
             return lambda mesh: _parallelize(_model_of(*on_hub), mesh)
@@ -229,7 +236,9 @@ def find_factory(model: str) -> Factory:
 
     def factory(mesh: DeviceMesh) -> nn.Module:
         with torch.device("meta"):
-            takes_mesh = any(p.default is p.empty for p in inspect.signature(make).parameters.values())
+            positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            parameters = inspect.signature(make).parameters.values()
+            takes_mesh = any(p.default is p.empty and p.kind in positional for p in parameters)
             made = make(mesh) if takes_mesh else make()
         if not isinstance(made, nn.Module):
             raise ValueError(f"expected {model}() to return a module, got a {type(made).__name__}")
@@ -266,7 +275,9 @@ def _from_config(model: str, revision: str) -> Any:
             return kind.from_config(local)
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(model, revision=revision or None)
+    if "auto_map" in local and local.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise ValueError(f"{model} has code of its own, which is not run; pass --model package.module:function")
+    config = transformers.AutoConfig.from_pretrained(model, revision=revision or None, trust_remote_code=False)
     names = [name for name in config.architectures or () if hasattr(transformers, name)]
     with torch.device("meta"):
         if names:
@@ -282,11 +293,15 @@ def _parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
             f"expected mesh axes among {', '.join(AXES)}, got {', '.join(others)}: for others pass --model "
             "package.module:function, a function that takes the mesh and returns the parallelized model"
         )
+    if {"fsdp", "replicate"} <= {*axes} and axes.index("replicate") > axes.index("fsdp"):
+        raise ValueError(
+            "expected replicate before fsdp: FSDP2 replicates over the first axis of a mesh, and shards over the next"
+        )
     if "tp" in axes and mesh["tp"].size() > 1:
         _apply_tensor_parallelism(model, mesh["tp"])
     if "fsdp" in axes:
         sharded, names = mesh[tuple(axis for axis in axes if axis != "tp")], [n for n, _ in model.named_parameters()]
-        kept = left_in_fp32(model, names, model.get_parameter(names[0]).dtype)  # a group of FSDP2 has one dtype
+        kept = left_in_fp32(model, names, model.get_parameter(names[0]).dtype) if names else ()  # a group of FSDP2 has one dtype
         paths = sorted({name.rpartition(".")[0] for name in kept} - {""}, key=len, reverse=True)  # inner modules first
         for module in dict.fromkeys((*map(model.get_submodule, paths), *_layers(model), model)):
             fully_shard(module, mesh=sharded)

@@ -160,10 +160,7 @@ class Group:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._timeout = timeout
-            # With TORCH_GLOO_LAZY_INIT=1, it would read keys when it first sends, when they are deleted.
-            names = os.environ.get("GLOO_SOCKET_IFNAME")
-            devices = [gloo.create_device(interface=name, lazy_init=False) for name in names.split(",")] if names else []
-            options._devices = devices or [gloo.create_default_device(lazy_init=False)]
+            options._devices = gloo_devices()
             options._threads = 2 * len(options._devices)
             self._describe(options)
             return types.GLOO, gloo(store, index, size, options)
@@ -227,6 +224,15 @@ class Group:
     def close(self) -> None:
         """Closes connections; may wait for an operation on CPU."""
         self._group = None
+
+
+def gloo_devices() -> list[Any]:
+    """Returns what gloo connects with. Raises RuntimeError if GLOO_SOCKET_IFNAME, or the name of this machine, leads nowhere."""
+    gloo: Any = dist.ProcessGroupGloo
+    # With TORCH_GLOO_LAZY_INIT=1, it would read keys when it first sends, when they are deleted.
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    devices = [gloo.create_device(interface=name, lazy_init=False) for name in names.split(",")] if names else []
+    return devices or [gloo.create_default_device(lazy_init=False)]
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:

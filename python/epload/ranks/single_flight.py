@@ -34,7 +34,7 @@ _PATIENCE = 10.0
 
 
 def _forget_parents_calls() -> None:
-    """In a child of a fork, no thread is in any of them."""
+    """Called in a child of a fork, where no thread is in any of them."""
     global _lock, _current
     _lock, _current = threading.Lock(), None
     _background.clear()

@@ -91,7 +91,7 @@ def convert(
                 stack.callback(checkpoint.close)
             _check_kept(checkpoint, Path(report.path), overwrite)
             old, new = checkpoint.manifest, _new_manifest(checkpoint, dtype, renames)
-            rewrite = Rewrite(checkpoint, new, quantize)
+            rewrite = Rewrite(checkpoint, new, quantize, dtype)
             options = max_shard_bytes, report.path, overwrite, checksums
             same = old.identity, old.provenance[1], rewrite.new.digest, options
             return checkpoint, rewrite, _lay_out(checkpoint, rewrite.new, max_shard_bytes, files), repr(same)

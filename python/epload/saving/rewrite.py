@@ -16,6 +16,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.opening import config_next_to
 from epload.core import dtypes as dtype_names
 from epload.core.buffers import as_memoryview
+from epload.core.dtypes import DType, requested
 from epload.mapping.precision import left_in_fp32, model_by_config
 from epload.mapping.quantize import Quantize
 from epload.mapping.quantized_targets import quantize_blocks
@@ -34,10 +35,11 @@ class Rewrite:
     config: dict[str, bytes]
     """A ``config.json`` that declares how weights are quantized, by its name; empty if none are."""
 
-    def __init__(self, checkpoint: Checkpoint, new: Manifest, rule: Quantize | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, new: Manifest, rule: Quantize | None, dtype: DType | None) -> None:
         """
         Args:
             new: of the tensors that are written, one for each of the checkpoint's, if none was quantized.
+            dtype: the dtype that those have which are not quantized; None for those of the checkpoint.
 
         Raises:
             CheckpointError: the configuration next to the checkpoint cannot be read.
@@ -49,6 +51,9 @@ class Rewrite:
             self._weights, section = _weights(checkpoint.manifest, new, rule, config)
             self._format, weights = rule.format, set(self._weights)
             self.new = quantized_manifest(new, weights, rule.format)
+            if dtype is not None:
+                config = {key: value for key, value in config.items() if key != "torch_dtype"}
+                config["dtype"] = dtype_names.name(requested("dtype", dtype))
             self.config = {CONFIG: json.dumps(config | {"quantization_config": section}, indent=2).encode()}
 
     def read(self, checkpoint: Checkpoint, tensor: int) -> Iterator[tuple[int, int, memoryview, int]]:
