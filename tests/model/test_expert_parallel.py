@@ -111,6 +111,7 @@ def save_and_send(rank: int, meeting: jobs.Meeting, folder: Path, plans: bool) -
     epload.save(wrapped, folder / "saved", topology=runs.topology)
     if not plans:
         epload.save(nn.ModuleDict({"text": model}), folder / "outer", topology=runs.topology)
+    epload.save(model.experts, folder / "inner", topology=runs.topology)
     with sending(meeting, wrapped) as sender:
         sender.send_weights(1)
 
@@ -122,6 +123,7 @@ def receive(rank: int, meeting: jobs.Meeting, folder: Path) -> None:
     expected = load_file(folder / "fused.safetensors")
     assert_same(model.state_dict(), expected)
     assert_same(load_file(folder / "saved/model.safetensors"), expected)
+    assert_same(load_file(folder / "inner/model.safetensors"), {"gate_up": expected["experts.gate_up"]})
     if (outer := folder / "outer/model.safetensors").exists():
         assert_same({name.removeprefix("text."): tensor for name, tensor in load_file(outer).items()}, expected)
 
@@ -137,8 +139,20 @@ def test_modules_that_each_rank_numbers_from_0_are_not_saved_as_replicas(rank: i
     model = Listed(range(rank * 6, rank * 6 + 6), "local")
     local = [LocalModules(r"experts\.(\d+)\.", first=rank * 6)]
     loader(2).load(model, tmp_path / "model.safetensors", local_modules=local)
-    text = "save different tensors"
-    must_be_refused(lambda: epload.save(model, tmp_path / "saved", topology=loader(2).topology), "ValueError", text)
+    text = r"was loaded with LocalModules(first=...)"
+    must_be_refused(lambda: epload.save(model, tmp_path / "saved", topology=loader(2).topology), "ModelMismatch", text)
+
+
+@on_ranks(2, store)
+def test_what_takes_the_place_of_a_shard_is_no_shard(rank: int, tmp_path: Path) -> None:
+    """Experts that were gathered after the load, and a load that was refused."""
+    model, on = Fused(EXPERTS // 2), mesh(("ep", 2))
+    refused = {"outer_shards": [OuterShard("experts", on, dim=1)]}
+    must_be_refused(lambda: loader(2).load(model, tmp_path / "fused.safetensors", **refused), "ModelMismatch", "experts.gate_up")
+    loader(2).load(model, tmp_path / "fused.safetensors", outer_shards=[OuterShard("experts", on)])
+    model.experts.gate_up = nn.Parameter(fused())
+    epload.save(model, tmp_path / "saved", topology=loader(2).topology)
+    assert_same(load_file(tmp_path / "saved/model.safetensors"), load_file(tmp_path / "fused.safetensors"))
 
 
 HELD = (range(5), range(5, 6), range(6, 12), range(12, 12))

@@ -354,13 +354,16 @@ def test_partitions_of_zero_3_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_marked_as_a_part_is_not_saved_as_a_replica(tmp_path: Path) -> None:
-    """DeepSpeed and Megatron-Core keep one rank's experts, or rows, in plain tensors with attributes."""
-    for attribute, value in (("tensor_model_parallel", True), ("group_name", "ep_size_4")):
+    """DeepSpeed keeps one rank's experts, or rows, in plain tensors with attributes, of which others have some, too."""
+    wide = {"tensor_model_parallel": True}  # as TransformerEngine marks all weights
+    parts = wide | {"ds_is_replaced_module": True}
+    for marks, whole in ((parts, wide), ({"group_name": "ep_size_4"}, {"group_name": "ep_size_1"})):
         model = linear()
-        setattr(model[0].weight, attribute, value)
+        vars(model[0].weight).update(marks)
         must_be_refused(partial(epload.save, model, tmp_path / "c"), "ModelMismatch", "0.weight is marked as one rank's part")
-        setattr(model[0].weight, attribute, False if attribute == "tensor_model_parallel" else "ep_size_1")
-        epload.save(model, tmp_path / attribute)
+        vars(model[0].weight).clear()
+        vars(model[0].weight).update(whole)
+        epload.save(model, tmp_path / next(iter(whole)))
 
 
 def test_weights_without_memory_are_not_saved(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import epload
+from epload.mapping import Quantize
 from epload.planning.waves import Wave
 from epload.ranks import single_flight
 from epload.ranks.single_flight import Call
@@ -30,6 +31,7 @@ from epload.transfer.engine import Engine
 from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
+from support.quantized import fine_grained
 from support.small_syncs import attempt, kill_self, many_waves, names_culprit, outcome, receiving, sending, take, trainer
 from support.sync_jobs import engine, send_model
 from support.synced_models import build, check, write
@@ -416,9 +418,9 @@ def test_nobody_waits_for_an_engine_that_dies_before_it_takes_part() -> None:
     assert received == ""
 
 
-def send_after_a_failure(rank: int, meeting: Meeting) -> str:
+def send_after_a_failure(rank: int, meeting: Meeting, options: dict[str, Any]) -> str:
     model = build("plain", 1)
-    with sending(meeting, model, timeout=TIMEOUT) as sender:
+    with sending(meeting, model, timeout=TIMEOUT, **options) as sender:
         write(model, 1)
         sender.send_weights(1)
         meeting.hear("waits")
@@ -427,26 +429,29 @@ def send_after_a_failure(rank: int, meeting: Meeting) -> str:
         model.to_empty(device="cpu")
         write(model, 2)
         sender.send_weights(2)
+        model.to("meta")
+        assert "is on meta" in outcome(partial(sender.send_weights, 3))
+        began = time.monotonic()
+    assert time.monotonic() - began < 4, "nobody acknowledges a version that was not sent"
     return text
 
 
 def receive_after_a_failure(rank: int, meeting: Meeting) -> str:
-    model = build("plain", 1)
-    with receiving(meeting, model, timeout=TIMEOUT) as receiver:
-        take(receiver)
+    with receiving(meeting, None, timeout=TIMEOUT) as receiver:
+        receiver.receive_weights()
         meeting.say("waits")
         text = outcome(partial(receiver.receive_weights, 2))
         assert not receiver.sender_has_ended()
-        take(receiver, 2)
-        check(model, 2)
+        receiver.receive_weights(2)
         while not receiver.sender_has_ended():
             time.sleep(0.05)
     return text
 
 
-def test_a_sender_that_cannot_read_its_model_tells_those_that_wait_for_the_version() -> None:
+@pytest.mark.parametrize("options", [{}, {"mapping": Quantize(fine_grained((16, 16)), weights=("^big$",))}], ids=["", "quantized"])
+def test_a_sender_that_cannot_read_its_model_tells_those_that_wait_for_the_version(options: dict[str, Any]) -> None:
     """They may do nothing else until then, as an engine that a trainer has made wait."""
-    (sent,), (received,) = run([Job(1, send_after_a_failure), Job(1, receive_after_a_failure)])
+    (sent,), (received,) = run([Job(1, send_after_a_failure, (options,)), Job(1, receive_after_a_failure)])
     assert "is on meta; give the model storage first" in sent
     assert received.startswith("the sender canceled version 2: ")
     assert "is on meta" in received

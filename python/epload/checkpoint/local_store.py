@@ -150,7 +150,8 @@ class LocalStore(ByteStore):
 
     def names(self, standard: Sequence[str] = ()) -> list[str]:
         with os.scandir(self.path) as entries:
-            return sorted(f"{entry.name}/" if os.path.isdir(entry) else entry.name for entry in entries)
+            folders = {e.name: os.path.isdir(e) if e.is_symlink() else e.is_dir() for e in entries}  # is_dir() raises for a loop
+        return sorted(f"{name}/" if is_folder else name for name, is_folder in folders.items())
 
     def path_of(self, name: str) -> str:
         return f"{self._address}/{name}" if self._address else str(self.path / name)

@@ -84,16 +84,16 @@ def convert(
     if weights and quantize is None:
         raise click.BadParameter("expected --quantize with it", param_hint="--weights")
     rule = None if quantize is None else Quantize(None if quantize == "fp8" else quantize, weights)
-    opened = Checkpoint.open(source, prefix=prefix, variant=variant)
-    _, unused = rename_keys(Mapping(tuple(rules)), opened.manifest.names)
-    if unused:
-        raise ValueError(
-            f"--rename {unused[0]!r} matches no tensor of {opened.manifest.source}; there are "
-            f"{list_first(opened.manifest.names) or 'none'}"
-        )
-    if unmatched := next((p for p in weights if not any(re.search(p, name) for name in opened.manifest.names)), None):
-        raise ValueError(f"--weights {unmatched!r} matches no tensor of {opened.manifest.source}")
-    with _ranks() as topology:
+    with _ranks() as topology:  # before a download
+        opened = Checkpoint.open(source, prefix=prefix, variant=variant)
+        _, unused = rename_keys(Mapping(tuple(rules)), opened.manifest.names)
+        if unused:
+            raise ValueError(
+                f"--rename {unused[0]!r} matches no tensor of {opened.manifest.source}; there are "
+                f"{list_first(opened.manifest.names) or 'none'}"
+            )
+        if unmatched := next((p for p in weights if not any(re.search(p, name) for name in opened.manifest.names)), None):
+            raise ValueError(f"--weights {unmatched!r} matches no tensor of {opened.manifest.source}")
         first = topology is None or topology.rank == topology.ranks[0]
         total = opened.manifest.nbytes // (1 if topology is None else len(topology.ranks))
         with Progress(total, first and not as_json) as bar:

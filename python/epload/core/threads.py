@@ -110,6 +110,7 @@ def run_all(name: str, steps: Sequence[Callable[[], T]], count: int) -> list[T]:
         wait(helpers)
         raise
     if failures:
+        results.clear()  # the error's traceback has them
         raise failures[min(failures)]
     return [results[number] for number in range(len(steps))]
 

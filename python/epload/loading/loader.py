@@ -25,7 +25,7 @@ from epload.loading.resources import Resources
 from epload.loading.run import run_load
 from epload.mapping.mapping import AnyMapping
 from epload.mapping.precision import AnyDTypes
-from epload.model.expert_parallel import LocalModules, OuterShard
+from epload.model.expert_parallel import LocalModules, OuterShard, remember
 from epload.model.initialization import InitMissing
 from epload.model.megatron import Model
 from epload.observe.render import count, list_keys
@@ -171,6 +171,7 @@ class HierarchicalLoader:
             with report.timed("plan"), garbage_collection.paused():
                 load = self._agreement.run(request, report)
             run_load(self._resources, request, load, report, self.progress and topology.rank == options.src)
+            remember(request.parts, load.inputs.targets.names, load.inputs.targets.tensors)
             if self._remembers:
                 with report.timed("plan"), garbage_collection.paused():
                     self._agreement.inputs.remember(request, load.inputs)

@@ -16,7 +16,7 @@ from epload.mapping.mapping import AnyMapping
 from epload.mapping.precision import AnyDTypes, DTypes, requested_dtypes
 from epload.mapping.wrappers import unwrap
 from epload.model.devices import requested_device
-from epload.model.expert_parallel import LocalModules, OuterShard, Parts, describe_parts
+from epload.model.expert_parallel import LocalModules, OuterShard, Parts, planned_shards
 from epload.model.initialization import InitMissing
 from epload.model.megatron import MegatronChunks, Model, as_module
 from epload.planning.algorithms import ALGORITHMS
@@ -160,4 +160,4 @@ def describe_model(model: Model, parts: Parts) -> tuple[Any, Parts]:
         model = as_module(model)
     if isinstance(model, MegatronChunks):
         return model, (*parts, LocalModules(""))
-    return model, describe_parts(unwrap(model, ())[0], parts) if isinstance(model, nn.Module) else parts
+    return model, (*parts, *planned_shards(model, unwrap(model, ())[0])) if isinstance(model, nn.Module) else parts

@@ -6,13 +6,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from epload.core.patterns import check_expressions
 from epload.core.placement import Layout, Sharded
+from epload.errors import ModelMismatch
 from epload.model import dtensor
 from epload.observe.render import list_first
 
@@ -91,28 +93,51 @@ class LocalModules:
 Parts = Sequence[OuterShard | LocalModules]
 """All that a caller says of one model. For each tensor the first outer shard and the first local modules that match apply."""
 
-_described: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
+_loaded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The outer shard that each tensor is, as the caller of a load has said; None for one of modules that a rank numbers itself."""
+_count = 0
+"""Number of loads with parts."""
 
 
-def describe_parts(model: nn.Module, parts: Parts) -> Parts:
-    """Notes what a caller says of a model without wrappers. Returns that; if it is nothing, what was said before of the model or
-    a part of it, or else the shards that VeOmni's parallel plan made before FSDP did, one for each mesh and dim.
+def planned_shards(*models: nn.Module) -> Parts:
+    """Returns the shards that VeOmni's parallel plan made before FSDP did, one for each mesh and dim, by the first of these
+    models that has it.
 
     The plan sets ``model._fqn2spec_info``, which has each name's ``placement`` and, for a shard, its ``para_mesh``.
     """
-    if parts:
-        _described[model] = parts
-        return parts
-    described = (_described.get(module) for module in (model.modules() if _described else ()))
-    parts = next(filter(None, described), ())
-    if not parts and (plan := getattr(model, "_fqn2spec_info", None)):
-        sharded: dict[tuple[DeviceMesh, int], list[str]] = {}
-        for name, spec in plan.items():
-            if (dim := getattr(spec.placement, "dim", None)) is not None and spec.para_mesh is not None:
-                sharded.setdefault((spec.para_mesh, dim), []).append(name)
-        patterns = {key: rf"(^|\.)({'|'.join(map(re.escape, names))})$" for key, names in sharded.items()}
-        parts = tuple(OuterShard(pattern, *key) for key, pattern in patterns.items())
-    return parts
+    plan: dict[str, Any] = next(filter(None, (getattr(model, "_fqn2spec_info", None) for model in models)), {})
+    sharded: dict[tuple[DeviceMesh, int], list[str]] = {}
+    for name, spec in plan.items():
+        if (dim := getattr(spec.placement, "dim", None)) is not None and spec.para_mesh is not None:
+            sharded.setdefault((spec.para_mesh, dim), []).append(name)
+    patterns = {key: rf"(^|\.)({'|'.join(map(re.escape, names))})$" for key, names in sharded.items()}
+    return tuple(OuterShard(pattern, *key) for key, pattern in patterns.items())
+
+
+def remember(parts: Parts, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Remembers what a load was told of a model's tensors, for saves and senders. Not for copies of them."""
+    global _count
+    _count += bool(parts)
+    for name, tensor in zip(names, tensors, strict=True) if parts else ():
+        renumbered = any(isinstance(part, LocalModules) and part.first and part.global_name(name) for part in parts)
+        if (outer := outer_shard(parts, name)) is not None or renumbered:
+            _loaded[tensor] = outer
+
+
+def remembered() -> int:
+    """Returns a number that grows when something is remembered."""
+    return _count
+
+
+def loaded_as(name: str, tensor: Tensor) -> OuterShard | None:
+    """Returns the outer shard that a tensor was loaded as. Raises ModelMismatch for one of modules that each rank numbers itself,
+    of which other ranks have others under the same name."""
+    if tensor in _loaded and (outer := _loaded[tensor]) is None:
+        raise ModelMismatch(
+            f"{name} was loaded with LocalModules(first=...): other ranks have other tensors under this name, and would be taken "
+            "for replicas; number the modules as in the checkpoint, or stack them in tensors that an OuterShard describes"
+        )
+    return outer if tensor in _loaded else None
 
 
 def outer_shard(parts: Parts, name: str) -> OuterShard | None:

@@ -19,7 +19,7 @@ from epload.core.placement import Layout, Placement
 from epload.errors import ModelMismatch
 from epload.model import dtensor, memory
 from epload.model.dtensor import Mesh, mesh_of
-from epload.model.expert_parallel import OuterShard, Parts, check_patterns, global_name, outer_shard
+from epload.model.expert_parallel import OuterShard, Parts, check_patterns, global_name, loaded_as, outer_shard
 from epload.model.flat_state import FlatState
 from epload.model.megatron import MegatronChunks
 from epload.model.modules import Modules
@@ -162,10 +162,12 @@ def collect(
     modules: Modules | None = None,
     filled: bool = True,
     own_names: bool = False,
+    loaded: bool = False,
 ) -> Targets:
     """Collects the parameters and persistent buffers of a model, under their names in its state dict, to be filled or only read.
 
-    With ``own_names``, modules whose hooks show other tensors than they have are collected by the names of their own.
+    With ``own_names``, modules whose hooks show other tensors than they have are collected by the names of their own. With
+    ``loaded``, tensors are outer shards as a load was told.
 
     First reshards every FSDP2 module: a forward pass leaves the root unsharded, and writes to it would be lost.
 
@@ -205,6 +207,7 @@ def collect(
             targets.index[global_name(expert_parallel, name) or name] = by_id[id(tensor)] = owner
             continue
         fsdp_axis, outer = fsdp_axes.get(id(tensor)), outer_shard(expert_parallel, name)
+        outer = loaded_as(name, tensor) if loaded and outer is None else outer
         if not filled and outer is None and not isinstance(model, MegatronChunks):
             _check_whole(name, local)
         key = (tensor.shape, local.shape, sharding, fsdp_axis, outer)
@@ -259,13 +262,14 @@ def _check_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _check_whole(name: str, tensor: Tensor) -> None:
-    """Raises ModelMismatch for a tensor that DeepSpeed's AutoTP or MoE, or a model of Megatron-Core, marks as one rank's part of
-    a larger one, which its shape does not say."""
+    """Raises ModelMismatch for a tensor that DeepSpeed's AutoTP or MoE marks as one rank's part of a larger one, which its shape
+    does not say. TransformerEngine's mark alone, which Megatron-Core has, too, is on whole tensors as well."""
     group = str(getattr(tensor, "group_name", ""))
-    if getattr(tensor, "tensor_model_parallel", False) or (group.startswith("ep_size_") and group != "ep_size_1"):
+    divided = getattr(tensor, "tensor_model_parallel", False) and getattr(tensor, "ds_is_replaced_module", False)
+    if divided or (group.startswith("ep_size_") and group != "ep_size_1"):
         raise ModelMismatch(
-            f"{name} is marked as one rank's part of a larger tensor, as by DeepSpeed or Megatron-Core, and would be taken for a "
-            "replica: save it with the library that divided it, or describe it when loading (LoadOptions.outer_shards)"
+            f"{name} is marked as one rank's part of a larger tensor by DeepSpeed, and would be taken for a replica: save it "
+            "with DeepSpeed, or describe it when loading (LoadOptions.outer_shards)"
         )
 
 

@@ -194,7 +194,7 @@ class Control(Rounds):
 
     def abort(self, error: Exception) -> None:
         """Fails the load that another thread is in, with only the error's text. Thread-safe."""
-        with suppress(RuntimeError):  # the store is lost, which all notice themselves
+        with suppress(Exception):  # the store is lost, which all notice themselves, or was let go of
             self.publish(self.prefix, Failure.of(error, self.rank))
 
     def published_failure(self) -> Failure | None:

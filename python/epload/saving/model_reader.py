@@ -10,7 +10,7 @@ from epload.errors import ModelMismatch
 from epload.mapping.precision import set_dtypes
 from epload.mapping.wrappers import is_from_package, unwrap
 from epload.model.devices import devices_of
-from epload.model.expert_parallel import describe_parts
+from epload.model.expert_parallel import planned_shards, remembered
 from epload.model.initialization import is_adapter
 from epload.model.megatron import MegatronChunks
 from epload.model.modules import Modules
@@ -39,21 +39,23 @@ class ModelReader:
         """
         if isinstance(self.model, MegatronChunks):
             self.model.check_gathered(filled=False)
-        parts = describe_parts(unwrap(self.model, ())[0], ())
-        state = self._snapshot.read(self.model, parts) if self._snapshot is not None else None
+        inner = unwrap(self.model, ())[0]
+        parts = planned_shards(self.model, inner)
+        options = parts, remembered()
+        state = self._snapshot.read(self.model, options) if self._snapshot is not None else None
         if state is not None:
             return state[0]
         if not self._filled:
-            _check_quantizer(unwrap(self.model, ())[0])
+            _check_quantizer(inner)
         modules = Modules(self.model)
         self.has_adapters = any(is_adapter(module) or is_from_package(module, "peft") for module in modules.unique)
-        targets = collect(self.model, parts, modules, filled=self._filled, own_names=self._own_names)
+        targets = collect(self.model, parts, modules, self._filled, self._own_names, loaded=True)
         set_dtypes(self.model, modules, targets, None)
         for name, tensor in zip(targets.names, targets.tensors, strict=True):
             if tensor.is_meta:
                 raise ValueError(f"{name} is on meta; give the model storage first, for example by loading a checkpoint")
         devices = devices_of(targets, modules.offloaded, ())
-        self._snapshot = Snapshot(self.model, modules, targets, devices, parts)
+        self._snapshot = Snapshot(self.model, modules, targets, devices, options)
         return targets
 
 

@@ -210,6 +210,7 @@ class WeightSender(Endpoint):
                 for device in {tensor.device for tensor in self._model.tensors if not tensor.is_cpu}:
                     torch.accelerator.current_stream(device).synchronize()
         if failure is not None and self._model.is_read_together:
+            self._announce_failure(version, failure)
             raise failure
         if wait:
             return self._send(report, began, failure)
@@ -311,9 +312,7 @@ class WeightSender(Endpoint):
             if control.agree("reading the model", failure, message, _check_same_model):
                 self._drop_generation()
         except BaseException as error:
-            if self._rendezvous is not None:  # receivers may wait for this version, and do nothing else
-                self._rendezvous.announce(version)
-                self._cancel(version, error, self._rendezvous)
+            self._announce_failure(version, error)
             raise
         start = Attempt(lambda: self._gather(version, self._rendezvous) if self._rendezvous else None)
         decision = control.agree(
@@ -348,6 +347,13 @@ class WeightSender(Endpoint):
         rendezvous.start(start)
         self._unacknowledged = len(receivers)
         return start
+
+    def _announce_failure(self, version: int, error: BaseException) -> None:
+        """Tells receivers, on the first rank: they may wait for this version, and do nothing else."""
+        if self._rendezvous is not None:
+            self._unacknowledged = 0
+            self._rendezvous.announce(version)
+            self._cancel(version, error, self._rendezvous)
 
     def _cancel(self, version: int, error: BaseException, rendezvous: SenderRendezvous) -> None:
         reason = message_of(error).removeprefix(f"version {version}: ")
