@@ -25,6 +25,7 @@ from epload.core.log import logger
 from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology
+from epload.saving import run as run_module
 from epload.saving import shared
 from epload.saving.plan import SLOT_BYTES
 from epload.saving.run import PendingSave
@@ -325,3 +326,11 @@ def test_a_child_of_a_fork_is_in_no_call_of_its_parent() -> None:
     over.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_two_copies_for_saves_in_the_background_share_no_memory() -> None:
+    """Two threads may begin one at once, of which one is refused later."""
+    with mock.patch.object(run_module, "_pinned", [torch.zeros(3)]):
+        first = run_module._copy([torch.ones(3)])
+        second = run_module._copy([torch.full((3,), 2.0)])
+    assert [first[0].tolist(), second[0].tolist()] == [[1.0] * 3, [2.0] * 3]

@@ -448,7 +448,9 @@ def receive_after_a_failure(rank: int, meeting: Meeting) -> str:
     return text
 
 
-@pytest.mark.parametrize("options", [{}, {"mapping": Quantize(fine_grained((16, 16)), weights=("^big$",))}], ids=["", "quantized"])
+@pytest.mark.parametrize(
+    "options", [{}, {"mapping": Quantize(fine_grained((16, 16)), weights=("^big$",))}], ids=["", "quantized"]
+)
 def test_a_sender_that_cannot_read_its_model_tells_those_that_wait_for_the_version(options: dict[str, Any]) -> None:
     """They may do nothing else until then, as an engine that a trainer has made wait."""
     (sent,), (received,) = run([Job(1, send_after_a_failure, (options,)), Job(1, receive_after_a_failure)])

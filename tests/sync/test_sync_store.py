@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 import epload
@@ -18,7 +20,7 @@ from epload.sync import store
 from epload.sync.liveness import LEASE_SECONDS, LEFT, Liveness, Participant
 from epload.sync.participants import ReceiverRendezvous
 from support.jobs import Job, Meeting, run
-from support.small_syncs import receiving, take
+from support.small_syncs import receiving, sending, take
 from support.synced_models import build, check, write
 
 LATE_NAMES = """
@@ -135,3 +137,62 @@ def test_a_receiver_that_is_collected_in_a_thread_of_its_own_leaves() -> None:
     with mock.patch.object(rendezvous, "_thread", threading.current_thread()):
         rendezvous.close()
     assert beats.get(f"alive/{rendezvous.participant.number}") == LEFT
+
+
+def receive_from_two(rank: int, meeting: Meeting) -> None:
+    """Each version by a thread of its own, which come to the senders in different orders on the two ranks."""
+    models = [build("tp0", 2) for _ in "ab"]
+    receivers = [
+        epload.WeightReceiver(model, meeting.hear(name), timeout=60, engine=epload.EngineRank(f"engine {name}", rank, 2))
+        for name, model in zip("ab", models, strict=True)
+    ]
+    first, last = receivers if rank == 0 else receivers[::-1]
+    thread = threading.Thread(target=take, args=(first,))
+    thread.start()
+    meeting.say(f"waits-{rank}")
+    time.sleep(0.5)
+    take(last)
+    thread.join()
+    for version, (model, receiver) in enumerate(zip(models, receivers, strict=True), 1):
+        check(model, version)
+        receiver.close()
+
+
+def send_one(rank: int, meeting: Meeting, name: str, version: int) -> None:
+    model = build("plain", 1)
+    write(model, version)
+    with sending(meeting, model, 2, where=name) as sender:
+        for other in range(2):
+            meeting.hear(f"waits-{other}")
+        sender.send_weights(version)
+
+
+def test_an_engine_receives_from_two_senders_at_once() -> None:
+    run([Job(1, send_one, ("a", 1)), Job(1, send_one, ("b", 2)), Job(2, receive_from_two)])
+
+
+def receive_without_groups(rank: int, meeting: Meeting, folder: Path) -> None:
+    model = build("plain", 1)
+    engine = epload.EngineRank("engine", rank, 2)
+    with receiving(meeting, model, stage="none", engine=engine, node=str(rank)) as receiver:
+        take(receiver)
+        dist.destroy_process_group()
+        meeting.say(f"has-none-{rank}")
+        take(receiver)
+    check(model, 2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
+
+
+def send_two(rank: int, meeting: Meeting) -> None:
+    model = build("plain", 1)
+    with sending(meeting, model, 2) as sender:
+        for version in (1, 2):
+            write(model, version)
+            sender.send_weights(version)
+            meeting.hear("has-none-0")
+            meeting.hear("has-none-1")
+
+
+def test_a_job_that_destroys_its_groups_goes_on_receiving(tmp_path: Path) -> None:
+    """torch forgets the names of all groups then, also of those that it has not made."""
+    run([Job(1, send_two), Job(2, receive_without_groups, (tmp_path,))])

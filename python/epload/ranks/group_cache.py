@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -58,7 +58,11 @@ class GroupCache:
     def name(self, ranks: Ranks) -> str:
         """Returns the name of the group of ``ranks``; ``""`` if this rank is not in it, or is alone in it."""
         group = self._groups.get((self._control.timeout, ranks))
-        return group.name if group is not None else ""
+        if group is None:
+            return ""
+        with suppress(RuntimeError):  # it is registered, unless destroy_process_group() has removed the names of all groups
+            group.register()
+        return str(group.name)
 
     def group(self, ranks: Ranks) -> Group:
         """Returns the group of several ranks, of which this is one, once it is made."""

@@ -24,8 +24,8 @@ from epload.ranks.membership import group_equal, local_network
 
 _CLOSED = "!"
 """Follows the number of a rendezvous that no rank can join any more."""
-_locks: defaultdict[tuple[str, tuple[int, ...], int], threading.Lock] = defaultdict(threading.Lock)
-"""One rendezvous of a rank with the same others, through the same store, at a time."""
+_locks: defaultdict[tuple[tuple[int, ...], int], threading.Lock] = defaultdict(threading.Lock)
+"""One rendezvous of a rank with the same others, through the job's store, at a time."""
 
 
 def rendezvous(
@@ -61,7 +61,8 @@ def rendezvous(
     if store is None:
         control = Control(None, ranks, rank)
         return control, control.agree("topology", failure, view, reduce)
-    lock = _locks[name_of_store, ranks, rank]
+    # Ranks of another store are others: two threads may each come to those of one at a time.
+    lock = threading.Lock() if name_of_store else _locks[ranks, rank]
     if not lock.acquire(timeout=timeout.total_seconds()):
         raise LoadError(f"another thread has been discovering the topology of ranks {list(ranks)} for {timeout}")
     try:
@@ -98,8 +99,6 @@ def rendezvous(
         return control, decision
     finally:
         lock.release()
-        if name_of_store:
-            _locks.pop((name_of_store, ranks, rank), None)
 
 
 def _join(store: Store) -> str:

@@ -106,6 +106,8 @@ class PendingSave:
             outcome = Attempt(lambda: self._run(number))
             if outcome.failure is not None:  # which nobody may wait for
                 log.logger.warning("the save to %s failed: %s", self._path, outcome.failure)
+            if self._model.failure is None and any(copy.is_pinned() for copy in self._model.value.tensors):
+                _pinned[:] = self._model.value.tensors
             del self._model, self._base  # which are much memory
             return outcome.value
 
@@ -194,15 +196,14 @@ class PendingSave:
 
 
 _pinned: list[Tensor] = []
-"""The memory of the last save in the background, if the model is on a device: pinning it again would take longer than copying."""
+"""The memory of the last save in the background that has ended, if the model was on a device: pinning it again would take longer
+than copying."""
 
 
 def _copy(tensors: list[Tensor]) -> list[Tensor]:
-    is_kept = [(copy.shape, copy.dtype) for copy in _pinned] == [(tensor.shape, tensor.dtype) for tensor in tensors]
-    if not is_kept:
-        _pinned.clear()
-    copies = list(_pinned) if is_kept else host_memory_for(tensors)
-    if not is_kept and any(copy.is_pinned() for copy in copies):
-        _pinned.extend(copies)
+    copies, _pinned[:] = list(_pinned), []  # which no other save uses meanwhile
+    if [(copy.shape, copy.dtype) for copy in copies] != [(tensor.shape, tensor.dtype) for tensor in tensors]:
+        copies.clear()
+        copies = host_memory_for(tensors)
     copy_to_host(tensors, copies)
     return copies

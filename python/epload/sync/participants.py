@@ -27,7 +27,7 @@ from epload.errors import LoadError, WaitTimeout, message_of
 from epload.ranks.contents import fetch, publish
 from epload.ranks.membership import local_network
 from epload.ranks.messages import read_if_set
-from epload.ranks.single_flight import wait_for_background
+from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology
 from epload.sync.liveness import LEFT, Liveness
 from epload.sync.liveness import Participant as Participant
@@ -72,9 +72,8 @@ def engine_of(topology: Topology | None, node: str, timeout: timedelta) -> tuple
     """Returns this rank of the engine that a topology is, by default the job, and its node. Collective over its ranks."""
     topology = topology if topology is not None else Topology.default(timeout=timeout)
     control, ranks, machine = topology.control, topology.ranks, local_network()
-    if control.store is not None:
-        wait_for_background()
-    with control.load(timeout):
+    call = Call("WeightReceiver()", topology)
+    with exclusive(call, timeout) if control.store is not None else control.load(timeout), control.guard():
         name, machines = control.agree(
             "joining a sync", None, [secrets.token_hex(4), machine],
             lambda views: [views[ranks[0]][0], [views[rank][1] for rank in ranks]],

@@ -154,7 +154,8 @@ class WeightSender(Endpoint):
         """Returns a connection to the store, and its port."""
         control, token = self.topology.control, self._token
         served = Attempt(lambda: serve((host, port), self._timeout, token) if self._first else None)
-        with control.load(self._timeout):
+        call = Call("WeightSender()", self.topology)
+        with exclusive(call, self._timeout) if control.store is not None else control.load(self._timeout), control.guard():
             ports = control.agree(
                 "serving the sync",
                 served.failure,

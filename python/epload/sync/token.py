@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import hmac
 import ipaddress
 import os
@@ -182,6 +183,7 @@ def listen(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
                 raise
+            gc.collect()  # a sender whose receivers did not fit leaves its store to it
             time.sleep(0.05)
 
 
