@@ -233,3 +233,12 @@ def test_a_tied_tensor_has_the_name_that_others_are_tied_to(tmp_path: Path) -> N
         mapping = epload.Mapping(ties=((f"{first}.weight", f"{second}.weight"),))
         epload.save(model, tmp_path / first, mapping=mapping, names_from=names)
         assert load_file(tmp_path / first / "model.safetensors").keys() == {f"{first}.weight"}
+
+
+def test_a_file_has_a_header_that_libraries_read(tmp_path: Path) -> None:
+    """It has at most 100 MB there, whatever the size of the tensors."""
+    state = {f"w{i}": torch.full((2,), float(i)) for i in range(7)}
+    with mock.patch("epload.saving.layout._MOST_TENSORS", 3):
+        epload.save(state, tmp_path / "saved")
+    assert [len(load_file(path)) for path in sorted((tmp_path / "saved").glob("*.safetensors"))] == [3, 3, 1]
+    assert_same(read_folder(tmp_path / "saved"), state)

@@ -21,6 +21,8 @@ from epload.core.dtypes import SAFETENSORS
 _NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
 MODEL, DIFFUSION_MODEL, ADAPTER_MODEL = "model", "diffusion_pytorch_model", "adapter_model"
 """The first part of file names in transformers, and in diffusers."""
+_MOST_TENSORS = 400_000
+"""Tensors of a file, of whose header libraries read 100 MB."""
 _DATA_ALIGNMENT = 4096
 """Bytes; the first tensor begins at a multiple of it, so that no page has a part of the header and what other ranks write."""
 
@@ -94,7 +96,7 @@ def _divide(sizes: Sequence[int], limit: int) -> list[list[int]]:
     shards: list[list[int]] = [[]]
     total = 0
     for i, size in enumerate(sizes):
-        if shards[-1] and total + size > limit:
+        if shards[-1] and (total + size > limit or len(shards[-1]) == _MOST_TENSORS):
             shards.append([])
             total = 0
         shards[-1].append(i)
