@@ -96,7 +96,7 @@ Parts = Sequence[OuterShard | LocalModules]
 _loaded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The outer shard that each tensor is, as the caller of a load has said; None for one of modules that a rank numbers itself."""
 _count = 0
-"""Number of loads with parts."""
+"""Number of changes of these."""
 
 
 def planned_shards(*models: nn.Module) -> Parts:
@@ -117,11 +117,12 @@ def planned_shards(*models: nn.Module) -> Parts:
 def remember(parts: Parts, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
     """Remembers what a load was told of a model's tensors, for saves and senders. Not for copies of them."""
     global _count
-    _count += bool(parts)
     for name, tensor in zip(names, tensors, strict=True) if parts else ():
         renumbered = any(isinstance(part, LocalModules) and part.first and part.global_name(name) for part in parts)
-        if (outer := outer_shard(parts, name)) is not None or renumbered:
+        outer = outer_shard(parts, name)
+        if (outer is not None or renumbered) and (tensor not in _loaded or _loaded[tensor] != outer):
             _loaded[tensor] = outer
+            _count += 1
 
 
 def remembered() -> int:
