@@ -311,7 +311,7 @@ def test_a_function_parallelizes_by_itself(plain: Path) -> None:
 
 
 def test_bytes_are_those_of_the_shards_in_the_models_dtype(plain: Path) -> None:
-    """Of a model that takes options, but no mesh."""
+    """The model's function takes options, but no mesh."""
     owned = plan(plain, "--model", f"{__name__}:make_with_options", "--mesh", "fsdp=1")["owned"]
     assert owned == {"0": sum(tensor.numel() * 2 for tensor in make_plain().parameters())}
     owned = plan(plain, "--model", f"{__name__}:make_with_options", "--mesh", "fsdp=2")["owned"]

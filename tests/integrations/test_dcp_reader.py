@@ -304,7 +304,7 @@ def test_an_error_that_one_rank_meets_once_is_not_tried_again() -> None:
 
 
 def test_chunks_that_are_plain_tuples(tmp_path: Path) -> None:
-    """As Megatron-FSDP writes them."""
+    """Megatron-FSDP writes them."""
 
     class Plain(DefaultSavePlanner):
         def create_global_plan(self, plans: Any) -> Any:

@@ -235,7 +235,7 @@ def test_what_peft_trains_as_a_copy_is_quantized_as_the_module_itself(tmp_path: 
 
 @pytest.mark.parametrize("fails", ["mxfp4", "not serializable", "converted"])
 def test_weights_in_a_layout_that_only_the_library_knows_are_not_saved(fails: str, tmp_path: Path) -> None:
-    """On a GPU, the experts of a model in MXFP4 are objects of Triton, which no state dict has."""
+    """The experts of a model in MXFP4 are objects of Triton on a GPU, which no state dict has."""
     quantizer: Any = object.__new__(Mxfp4HfQuantizer if fails == "mxfp4" else FineGrainedFP8HfQuantizer)
     quantizer.quantization_config, quantizer.pre_quantized = transformers.FineGrainedFP8Config(), True
     model = build("llama")

@@ -164,7 +164,7 @@ def test_what_is_of_the_load_or_the_process_is_not_saved(tmp_path: Path) -> None
 
 
 def test_a_tied_embedding_has_its_own_name_with_names_from(tmp_path: Path) -> None:
-    """As ``save_pretrained`` names it, whichever name the checkpoint of names_from has first."""
+    """The name is that of ``save_pretrained``, whichever the checkpoint of names_from has first."""
     settings = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=32, tie_word_embeddings=True
     )

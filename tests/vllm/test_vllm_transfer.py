@@ -340,7 +340,7 @@ def test_a_trainer_does_not_wait_for_the_call_of_a_sync_that_failed(error: Excep
 
 
 def test_an_update_in_which_nothing_was_received_can_end() -> None:
-    """As where another engine is dead: vLLM begins no update before the last one has ended."""
+    """Another engine may be dead, and vLLM begins no update before the last one has ended."""
     from epload.integrations.vllm import EploadWeightTransferEngine
 
     engine = object.__new__(EploadWeightTransferEngine)

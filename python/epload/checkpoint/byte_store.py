@@ -11,21 +11,23 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
 
+from epload.core import threads
 from epload.core.columns import batches
 from epload.core.copy_table import ALIGNMENT
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
 
 _STREAM_BYTES = 256 << 10
-OPENING_THREADS = 16
-"""Threads that open files and read their headers: each request of a mounted object storage takes tens of milliseconds."""
+REQUESTS = 16
+"""Requests that a process has under way at once: one of object storage takes tens of milliseconds, through a mount, too."""
 PEEK_BYTES = 16 << 20
 """Maximum number of bytes of a configuration."""
 SPAN_BYTES = 64 << 20
@@ -36,6 +38,14 @@ Progress = Callable[[int], None]
 """Called with a number of bytes after each part of some work; may raise to stop it."""
 Shared = tuple[str, Sequence[str]]
 """The source, and the names of the files, in the manifest of the rank that has opened a checkpoint."""
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def in_threads(call: Callable[[S], T], values: Iterable[S]) -> list[T]:
+    """Returns what a function returns for each value, by REQUESTS threads at once, or as many as can be started."""
+    return threads.run_all("epload-get", [partial(call, value) for value in values], REQUESTS)
 
 
 class StoredFile(ABC):

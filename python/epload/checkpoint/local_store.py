@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import OPENING_THREADS, ByteStore, Progress, Shared, Source, StoredFile
-from epload.core import threads
+from epload.checkpoint.byte_store import ByteStore, Progress, Shared, Source, StoredFile, in_threads
 from epload.core.copy_table import CopyTable
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
@@ -160,7 +158,7 @@ class LocalStore(ByteStore):
         return (self.path / relative).resolve()
 
     def open_files(self, names: Sequence[str]) -> list[LocalFile]:
-        return threads.run_all("epload-open", [partial(LocalFile, self.path / name) for name in names], OPENING_THREADS)
+        return in_threads(lambda name: LocalFile(self.path / name), names)
 
     def reopen(self) -> None:
         for file in self._all_files():

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from posixpath import normpath
 from typing import TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, Progress, Shared, Source, StoredFile
+from epload.checkpoint.byte_store import REQUESTS, ByteStore, Progress, Shared, Source, StoredFile, in_threads
 from epload.checkpoint.object_clients import Busy, Client, connect
-from epload.core import threads
 from epload.core.buffers import as_memoryview
 from epload.errors import CheckpointError, redact_url
 
+T = TypeVar("T")
 REQUEST_BYTES = 8 << 20
 """Maximum number of bytes that one request asks for."""
 MIN_REQUEST_BYTES = 2 << 20
 """Requests are smaller than the maximum where there would be fewer of them than run at once, but not than this."""
-REQUESTS = 16
-"""Number of requests that each read runs at once."""
 ATTEMPTS = 7
 BUSY_SECONDS = 180.0
 """Seconds for which a request is repeated, instead of ATTEMPTS times, while the server is busy, as with many ranks."""
@@ -37,8 +35,6 @@ _BLOCKS = 128
 _GAP_BYTES = 64 << 10
 """A gap that is cheaper to fetch than another request."""
 _SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".metadata")
-S = TypeVar("S")
-T = TypeVar("T")
 _Range = tuple[int, int, int, int]
 """A row of what :meth:`ByteStore.read` takes: index of the file, offset in it, offset in the buffer, length."""
 
@@ -138,7 +134,7 @@ class ObjectStore(ByteStore):
 
     def names(self, standard: Sequence[str] = ()) -> list[str]:
         if self._address.startswith("http"):  # such a server cannot list
-            present = _in_threads(self._exists, standard)
+            present = in_threads(self._exists, standard)
             denied = next((found for found in present if isinstance(found, PermissionError)), None)
             if denied is not None and True not in present:
                 raise CheckpointError(f"cannot read {self}: {denied}")
@@ -170,17 +166,17 @@ class ObjectStore(ByteStore):
         return _with_path(parts, normpath(f"{parts.path}/{relative}"))
 
     def open_files(self, names: Sequence[str]) -> list[ObjectFile]:
-        return _in_threads(self._open_file, names)
+        return in_threads(self._open_file, names)
 
     def _open_file(self, name: str) -> ObjectFile:
         return ObjectFile(self._client, name, self.path_of(name))
 
     def changed(self) -> str:
-        return next(filter(None, _in_threads(lambda file: file.changed(), self._all_files())), "")
+        return next(filter(None, in_threads(lambda file: file.changed(), self._all_files())), "")
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
         into = as_memoryview(buffer)
-        _in_threads(lambda parts: self._fetch(parts, into), _requests(ranges))
+        in_threads(lambda parts: self._fetch(parts, into), _requests(ranges))
 
     def _fetch(self, parts: list[_Range], into: memoryview) -> None:
         number, begin, _, _ = parts[0]
@@ -193,11 +189,6 @@ class ObjectStore(ByteStore):
 
     def __str__(self) -> str:
         return self._address
-
-
-def _in_threads(call: Callable[[S], T], values: Iterable[S]) -> list[T]:
-    """Returns what a function returns for each value, by REQUESTS threads at once, or as many as can be started."""
-    return threads.run_all("epload-get", [partial(call, value) for value in values], REQUESTS)
 
 
 def _requests(ranges: Tensor) -> list[list[_Range]]:

@@ -6,14 +6,13 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from epload.checkpoint import dcp, delta, file_sets, hub, safetensors, torch_file, unsupported
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.byte_store import OPENING_THREADS, ByteStore, Progress, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Progress, StoredFile, in_threads
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.finding import check_no_options, choose, located, open_named, read_json
 from epload.checkpoint.index import Index
@@ -21,7 +20,6 @@ from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.open_files import FileFacts, OpenFiles
 from epload.checkpoint.quantization import quantization_of
 from epload.checkpoint.state_dict import STATE_DICT, StateDictCheckpoint, split_entries
-from epload.core import threads
 from epload.core.dtypes import FP8, INTEGERS
 from epload.core.pieces import Quantization
 from epload.errors import CheckpointError
@@ -116,7 +114,7 @@ def join_source(source: Any, manifest: Manifest, progress: Progress | None = Non
             raise CheckpointError(
                 f"{files[0]} is one file, but the source rank reads {len(expected)} files; pass the same path on every rank"
             )
-        found = threads.run_all("epload-open", [partial(_facts, file) for file in files], OPENING_THREADS)
+        found = in_threads(_facts, files)
         for file, of_file, facts in zip(files, found, expected, strict=True):
             parts = zip(("size", "header", "content"), of_file[1:], facts[1:], strict=True)
             if part := next((part for part, own, other in parts if own != other), ""):
@@ -174,7 +172,7 @@ def _read(
 ) -> Checkpoint:
     """Returns the checkpoint of open files. Without parsing, if the headers and the index are those of the known manifest.
     ``has_config``: True if the configuration in their folder is theirs."""
-    facts = threads.run_all("epload-open", [partial(_facts, file) for file in store.files], OPENING_THREADS)
+    facts = in_threads(_facts, store.files)
     manifest = known and known.with_files(source, index.digest if index is not None else "", facts)
     checkpoint: Checkpoint
     if manifest is not None:

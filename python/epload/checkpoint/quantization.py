@@ -65,6 +65,7 @@ def quantization_of(config: Any) -> Quantization | None:
 
 
 _SECTIONS = "quantization_config", "compression_config", "quantization"
+"""Keys of a configuration that declare a quantization."""
 
 
 def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

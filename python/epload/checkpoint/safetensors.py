@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from functools import partial
 from itertools import chain
 from math import prod
 from typing import Any
 
 from epload.checkpoint import unsupported
-from epload.checkpoint.byte_store import OPENING_THREADS, StoredFile
+from epload.checkpoint.byte_store import StoredFile, in_threads
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.index import without_duplicates
 from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
-from epload.core import threads
 from epload.core.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
 
@@ -41,8 +39,7 @@ def file_facts(file: StoredFile) -> FileFacts:
 
 def read(opened: OpenFiles) -> FileCheckpoint:
     """Reads the headers of files. Raises CheckpointError, OSError."""
-    steps = [partial(read_layout, file, number) for number, file in enumerate(opened.store.files)]
-    layouts = threads.run_all("epload-open", steps, OPENING_THREADS)
+    layouts = in_threads(lambda numbered: read_layout(*numbered), [(file, i) for i, file in enumerate(opened.store.files)])
     tensors = list(chain.from_iterable(layouts))
     # Some files have one rank's parts, unless an index names them.
     if any(tensor.start is not None for tensor in tensors):

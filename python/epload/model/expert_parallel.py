@@ -95,8 +95,8 @@ Parts = Sequence[OuterShard | LocalModules]
 
 _loaded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The outer shard that each tensor is, as the caller of a load has said; None for one of modules that a rank numbers itself."""
-_count = 0
-"""Number of changes of these."""
+_changes = 0
+"""Number of times that a tensor was remembered as something else."""
 
 
 def planned_shards(*models: nn.Module) -> Parts:
@@ -116,29 +116,32 @@ def planned_shards(*models: nn.Module) -> Parts:
 
 def remember(parts: Parts, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
     """Remembers what a load was told of a model's tensors, for saves and senders. Not for copies of them."""
-    global _count
+    global _changes
     for name, tensor in zip(names, tensors, strict=True) if parts else ():
         renumbered = any(isinstance(part, LocalModules) and part.first and part.global_name(name) for part in parts)
         outer = outer_shard(parts, name)
         if (outer is not None or renumbered) and (tensor not in _loaded or _loaded[tensor] != outer):
             _loaded[tensor] = outer
-            _count += 1
+            _changes += 1
 
 
 def remembered() -> int:
     """Returns a number that grows when something is remembered."""
-    return _count
+    return _changes
 
 
 def loaded_as(name: str, tensor: Tensor) -> OuterShard | None:
     """Returns the outer shard that a tensor was loaded as. Raises ModelMismatch for one of modules that each rank numbers itself,
     of which other ranks have others under the same name."""
-    if tensor in _loaded and (outer := _loaded[tensor]) is None:
+    if tensor not in _loaded:
+        return None
+    outer: OuterShard | None = _loaded[tensor]
+    if outer is None:
         raise ModelMismatch(
             f"{name} was loaded with LocalModules(first=...): other ranks have other tensors under this name, and would be taken "
             "for replicas; number the modules as in the checkpoint, or stack them in tensors that an OuterShard describes"
         )
-    return outer if tensor in _loaded else None
+    return outer
 
 
 def outer_shard(parts: Parts, name: str) -> OuterShard | None:
