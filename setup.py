@@ -26,7 +26,8 @@ FIRST_MINOR, LAST_MINOR = 11, 15
 def find_torch(name: str = "torch") -> Path | None:
     """The installed torch, also from inside pip's build isolation, which hides site-packages from import only."""
     places = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib"), *site.getsitepackages()]
-    places.append(site.getusersitepackages())
+    if sys.prefix == sys.base_prefix:  # outside of a virtual environment, where the user's packages come first
+        places.insert(0, site.getusersitepackages())
     spec = importlib.util.find_spec(name)
     found = [Path(spec.origin).parent] if spec and spec.origin else []
     found += [Path(place) / name for place in places if place]
@@ -38,7 +39,8 @@ def require_torch() -> Path:
     if torch_dir is None:
         raise SystemExit(
             "epload: a build is for the torch that it will run with, and none is installed for "
-            f"{sys.executable}. First: pip install 'torch{SUPPORTED_TORCH}'"
+            f"{sys.executable}. First: pip install 'torch{SUPPORTED_TORCH}'; if it is installed, the build is isolated from it: "
+            "install cmake, ninja, pybind11 and setuptools beside it, and build with --no-build-isolation"
         )
     return torch_dir
 
@@ -136,6 +138,8 @@ class CMakeBuild(build_ext):
         build = ROOT / "build" / f"cmake-{configuration}"
         # A torch, a Python or an isolated build environment that has gone would leave a stale cache.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
+        # Ninja does not see that another compiler took the place of the one at the same path.
+        (build / "out" / CUDA_LIBRARY).unlink(missing_ok=True)
         configure = [
             "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
@@ -150,7 +154,8 @@ class CMakeBuild(build_ext):
             f"-DEPLOAD_TORCH_NPU_VERSION={npu[1] if npu else ''}",
         ]  # fmt: skip
         jobs = os.environ.get("MAX_JOBS")
-        subprocess.run(configure, check=True)
+        if subprocess.run(configure, check=False).returncode != 0:
+            raise SystemExit("epload: the build failed; CMake's own words are above")
         built = subprocess.run(["cmake", "--build", str(build), *(["-j", jobs] if jobs else [])], check=False)
         if built.returncode != 0:
             without = f" If it was {nvcc} that failed, EPLOAD_CUDA=0 builds without CUDA kernels." if nvcc else ""
@@ -237,6 +242,9 @@ def version() -> str:
 # the one with CUDA, takes minutes and gigabytes.
 if {"dist_info", "bdist_wheel", "editable_wheel", "build_ext"}.intersection(sys.argv):
     require_torch()
+if "bdist_wheel" in sys.argv:  # setuptools packs all that is there, also modules that the source no longer has
+    for left in (ROOT / "build").glob("lib.*"):
+        shutil.rmtree(left)
 setup(
     version=version(),
     ext_modules=[Extension("epload._C", sources=[])],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -290,3 +292,10 @@ def test_models_whose_layers_the_library_selects_while_it_loads_are_rejected() -
     main = LlamaForCausalLM(LlamaConfig(**sizes, num_mtp_layers=1))
     model = MtpModel(main, 1)
     must_be_refused(lambda: epload.load(model, main.state_dict(), strict=False), "ModelMismatch", "MtpModel.from_pretrained")
+
+
+def test_a_version_that_declares_no_conversions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions 4 have no such module; a model that needs no conversion can be loaded with them nevertheless."""
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    model = on_meta(partial(build, "qwen3_moe"))
+    must_be_refused(lambda: from_model(model), "ModelMismatch", f"transformers {transformers.__version__} ", "mapping=epload.Mapping()")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import runpy
 import shlex
 import subprocess
@@ -73,11 +74,11 @@ def test_stale_build_is_refused_before_it_is_loaded() -> None:
     assert lacking(message, "2.7.1", torch.__version__, "pip install", "ops: []", "mapped: False") == []
 
 
-def run_setup(executable: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_setup(executable: str, *arguments: str, root: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """Without CUDA kernels, unless ``environment`` asks for them."""
     command = [executable, "setup.py", "-q", *arguments]
     environment = {**os.environ, "EPLOAD_CUDA": "0", **environment}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 def refused_build(executable: str, *arguments: str, **environment: str) -> str:
@@ -125,7 +126,7 @@ def test_a_build_without_torch_is_refused(tmp_path: Path) -> None:
     for name in ("setuptools", "_distutils_hack"):
         (packages / name).symlink_to(Path(str(importlib.import_module(name).__file__)).parent)
     message = refused_build(str(tmp_path / "empty/bin/python"), "dist_info", PYTHONPATH=str(packages))
-    assert lacking(message, str(tmp_path / "empty"), "pip install 'torch>=2.11,<2.16'") == []
+    assert lacking(message, str(tmp_path / "empty"), "pip install 'torch>=2.11,<2.16'", "--no-build-isolation") == []
 
 
 def add_files(folder: Path, files: dict[str, str]) -> None:
@@ -166,6 +167,18 @@ def test_a_wheel_names_its_torch(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         metadata = (tmp_path / "epload.egg-info/PKG-INFO").read_text().splitlines()
         assert {f"Version: {version}", "Requires-Dist: torch==2.14.*"} <= {*metadata}
+
+
+def test_a_wheel_has_no_modules_of_an_earlier_build(tmp_path: Path) -> None:
+    """A package that became a module would shadow it."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    left = tmp_path / "build/lib.of_an_earlier_build"
+    add_files(left, {"epload/dcp/__init__.py": ""})
+    add_files(tmp_path, {"python/epload/dcp.py": "", "bin/cmake": "#!/bin/sh\nexit 1\n"})
+    done = run_setup(sys.executable, "bdist_wheel", root=tmp_path, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert done.stderr.strip().splitlines()[-1] == "epload: the build failed; CMake's own words are above", done.stderr
+    assert not left.exists()
 
 
 def needed(library: Path) -> set[str]:

@@ -40,11 +40,21 @@ def from_transformers(model: Any) -> Mapping:
     """Returns the conversion that the library declares for a transformers model without wrappers, whatever its architecture.
 
     Raises:
-        ModelMismatch: the placement of a parameter is not where the library puts its elements.
+        ModelMismatch: the placement of a parameter is not where the library puts its elements; or a version of the library that
+            declares no conversions.
     """
-    from transformers import PreTrainedModel
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
+    import transformers
+
+    try:
+        from transformers import PreTrainedModel
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+    except ImportError as error:
+        raise ModelMismatch(
+            f"transformers {transformers.__version__} does not declare the conversions of its models as versions {SUPPORTED[0]} to "
+            f"{SUPPORTED[1]} do ({error}); install one of these, or pass a mapping, such as mapping=epload.Mapping() for a "
+            "checkpoint with the model's own names"
+        ) from error
 
     if not isinstance(model, PreTrainedModel):  # a single layer, for which nothing is declared
         return Mapping()
