@@ -259,7 +259,7 @@ class Planning:
         model, span = worker.values.model, worker.span
         self._targets = collect(model)
         if worker.sends:
-            manifest, placed, _ = catalog(model, self._targets, "auto", None)
+            manifest, placed, *_ = catalog(model, self._targets, "auto", None)
             self._holdings = holdings_of_targets(manifest.shapes, self._targets, placed)
         self._manifest = span.exchange(manifest if worker.rank == 0 else None)[0]
         if not worker.sends:

@@ -6,10 +6,27 @@
 #include "../strided.h"
 #include "broadcast.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
 namespace epload {
 namespace {
+
+// CANN's copy has no fp8 on Ascend 910 (documentation of aclnnInplaceCopy, CANN 8.5), so the host converts it.
+void unpack_by_host(const at::Tensor& bucket, const at::Tensor& tensor, RegionCopy copy) {
+  const at::AutoDispatchBelowADInplaceOrView plain;
+  auto region = tensor;
+  for (size_t d = 0; d < copy.size.size(); ++d) {
+    region = region.narrow(static_cast<int64_t>(d), copy.start[d], copy.size[d]);
+    copy.start[d] = 0;
+  }
+  const auto bytes = bucket.narrow(0, copy.bucket_offset, span_of(copy)).cpu();
+  const auto converted = at::empty(copy.size, tensor.options().device(at::kCPU));
+  copy.bucket_offset = 0;
+  copy_one_aten(bytes, converted, copy, Direction::kUnpack);
+  region.copy_(converted);
+}
 
 void region_copy_npu(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
@@ -24,7 +41,9 @@ void region_copy_npu(
   for (const auto& copy : copies) {
     const auto& tensor = tensors[copy.tensor];
     const auto s = collapse(tensor, copy);
-    if (tensor.scalar_type() != copy.dtype || !s.size.empty()) {
+    if (tensor.scalar_type() != copy.dtype && c10::isFloat8Type(copy.dtype) && direction == Direction::kUnpack) {
+      unpack_by_host(bucket, tensor, copy);
+    } else if (tensor.scalar_type() != copy.dtype || !s.size.empty()) {
       copy_one_aten(bucket, tensor, copy, direction);
     } else if (const auto nbytes = static_cast<uint64_t>(s.run * tensor.element_size()); nbytes > 0) {
       const bool unpack = direction == Direction::kUnpack;

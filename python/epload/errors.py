@@ -99,7 +99,11 @@ def is_known(error: BaseException) -> bool:
 
 def message_of(error: BaseException) -> str:
     """The error's message without the C++ stack and without credentials, prefixed by the class name unless :func:`is_known`."""
-    message = redact(str(error).split("\nException raised from", 1)[0].strip())
+    try:
+        text = str(error)
+    except Exception as fault:
+        text = f"a message that cannot be shown ({type(fault).__name__})"
+    message = redact(text.split("\nException raised from", 1)[0].strip())
     return message if is_known(error) else f"{type(error).__name__}: {message}"
 
 

@@ -298,4 +298,6 @@ def test_a_version_that_declares_no_conversions_is_named(monkeypatch: pytest.Mon
     """Versions 4 have no such module; a model that needs no conversion can be loaded with them nevertheless."""
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     model = on_meta(partial(build, "qwen3_moe"))
-    must_be_refused(lambda: from_model(model), "ModelMismatch", f"transformers {transformers.__version__} ", "mapping=epload.Mapping()")
+    must_be_refused(
+        lambda: from_model(model), "ModelMismatch", f"transformers {transformers.__version__} ", "mapping=epload.Mapping()"
+    )

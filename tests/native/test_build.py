@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import venv

@@ -14,6 +14,7 @@ from torch import Tensor
 from epload.checkpoint.byte_store import ByteStore, Progress, StoredFile
 from epload.checkpoint.manifest import Manifest
 from epload.core.copy_table import CopyTable, copy_row
+from epload.core.default_device import on_cpu
 from epload.core.pieces import Piece
 from epload.core.placement import Box, row_major_strides
 from epload.core.regions import Regions
@@ -124,6 +125,7 @@ class Checkpoint(ABC):
             self._store.close()
 
     @staticmethod
+    @on_cpu
     def open(
         source: Any,
         known: Manifest | None = None,

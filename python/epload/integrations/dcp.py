@@ -35,6 +35,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.open_files import FileFacts, OpenFiles
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes
+from epload.core.default_device import on_cpu
 from epload.core.placement import Box, owned_regions
 from epload.errors import CheckpointError, ModelMismatch
 from epload.mapping.scales import Scaling, dequantize, scaling_of_box
@@ -81,6 +82,7 @@ class StorageReader(TorchStorageReader):
             self._path = checkpoint_id
         self._close()
 
+    @on_cpu
     def read_metadata(self) -> Metadata:  # with rank=, torch would go on without the other ranks
         """Describes every tensor as one chunk: in which parts of which files it is, only this reader needs to know.
 
@@ -111,6 +113,7 @@ class StorageReader(TorchStorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
+    @on_cpu
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """
         Raises:

@@ -84,7 +84,6 @@ class HierarchicalLoader:
         self._timeout = as_timedelta(timeout)
         self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
-        number = self.topology.number_loader() if self._remembers else 0  # equal on all ranks
         self._made_by = threading.current_thread()
         self._as_pretrained = True
         """See :class:`Request`."""
@@ -92,6 +91,7 @@ class HierarchicalLoader:
         self.progress = progress
         self._control = self.topology.control
         self._resources = Resources(self.topology, self.options, stream)
+        number = self.topology.number_loader() if self._remembers else 0  # equal on all ranks
         self._agreement = Agreement(self._resources, number)
 
     def close(self) -> None:

@@ -140,7 +140,7 @@ def read_format(config: Mapping[str, Any]) -> Fp8Format:
 def _fine_grained(config: Mapping[str, Any]) -> Fp8Format:
     """Reads the configuration of transformers' fine-grained fp8, and of DeepSeek's checkpoints."""
     _expect(config, "activation_scheme", "dynamic", None)
-    _expect(config, "fmt", "e4m3", None)
+    _expect(config, "fmt", "e4m3", "float8_e4m3fn", None)
     _expect(config, "expert_dtype", "fp8", None)
     _expect(config, "modules_to_convert", None, [], ())
     _expect(config, "scale_fmt", "float", "ue8m0", None)

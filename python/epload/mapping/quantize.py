@@ -90,4 +90,5 @@ def _section(config: Any) -> Mapping[str, Any]:
     section = config if "quant_method" in config else quantization_section(config)
     if section is None:
         raise ValueError(f"expected a quantization_config, but {passed!r} has none; pass a dict, or None for the default")
-    return section
+    beside = {key: config[key] for key in ("expert_dtype",) if key in config}  # as in DeepSeek-V4's configuration
+    return {**beside, **section}

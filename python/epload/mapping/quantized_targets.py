@@ -120,7 +120,7 @@ def quantize_blocks(values: Tensor, format: Fp8Format) -> tuple[Tensor, Tensor]:
     shape = tuple(values.shape)
     first = (0,) * len(shape)
     scaling = Scaling(0, View.whole(shape), shape, format.blocks(shape), 1, first, format.grid(shape))
-    maxima = torch.zeros(scaling.counts, device=values.device)
+    maxima = torch.zeros(scaling.counts, dtype=torch.float32, device=values.device)
     add_maxima(scaling, values, maxima)
     factors, stored = format.scales(maxima)
     narrow = torch.empty(values.shape, dtype=FP8, device=values.device)

@@ -51,8 +51,8 @@ def from_transformers(model: Any) -> Mapping:
         from transformers.core_model_loading import WeightConverter
     except ImportError as error:
         raise ModelMismatch(
-            f"transformers {transformers.__version__} does not declare the conversions of its models as versions {SUPPORTED[0]} to "
-            f"{SUPPORTED[1]} do ({error}); install one of these, or pass a mapping, such as mapping=epload.Mapping() for a "
+            f"transformers {transformers.__version__} does not declare the conversions of its models as versions {SUPPORTED[0]} "
+            f"to {SUPPORTED[1]} do ({error}); install one of these, or pass a mapping, such as mapping=epload.Mapping() for a "
             "checkpoint with the model's own names"
         ) from error
 
@@ -177,6 +177,7 @@ def _ignored_patterns(model: Any, modules: Iterable[tuple[str, Any]]) -> tuple[t
     """Returns patterns of unexpected and of missing keys that the library does not report, as in its
     ``_adjust_missing_and_unexpected_keys``. Sorted, because ranks compare mappings by their text."""
     unexpected = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    unexpected.add(r"\.(activation|input)_scale$")  # of fp8 checkpoints, for models that quantize activations as they go
     missing = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     for name, module in modules:
         buffers = module._buffers

@@ -43,9 +43,12 @@ _SCALES = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use
 """Fields of an adapter's configuration on which it depends what is computed with its tensors."""
 _OTHER_SCALES = (
     "alpha", "scaling", "random_loc_seed", "randlora_alpha", "apply_GS", "use_cayley_neumann", "num_cayley_neumann_terms",
-    "group_size", "projection_prng_key", "alora_invocation_tokens",
+    "group_size", "projection_prng_key", "alora_invocation_tokens", "trainable_token_indices", "token_indices", "coft", "eps",
+    "act_fn", "wavelet_family", "use_idwt", "psoft_alpha", "shadow_alpha", "projection_seed", "proj_seed",
 )  # fmt: skip
-"""Fields of other methods than LoRA, which files of older versions may lack."""
+"""Fields that files of older versions, or those of other methods, may lack."""
+_SEEDS = {"projection_prng_key": "save_projection", "projection_seed": "save_projection", "proj_seed": "save_indices"}
+"""Fields from which follows what files may have, with the field that is true if they do."""
 
 
 def unwrap(model: nn.Module, names: Collection[str]) -> tuple[nn.Module, tuple[Rename, ...], NamePairs]:
@@ -226,10 +229,10 @@ def check_same_scale(model: nn.Module, config: dict[str, Any], whose: str, own_w
     _, adapted = _find_peft_model(model)
     own = adapted.peft_config[_active(adapted)[0]] if adapted is not None else None
     fields = [*_SCALES, *(field for field in _OTHER_SCALES if field in config and hasattr(own, field))]
-    if config.get("save_projection", True) and "projection_prng_key" in fields:
-        fields.remove("projection_prng_key")  # the file has what follows from it
+    fields = [field for field in fields if field not in _SEEDS or not config.get(_SEEDS[field], True)]
     for field in fields if own is not None else ():
-        if (value := getattr(own, field, None)) != (other := config.get(field)) and (value or other):
+        value = json.loads(json.dumps(getattr(own, field, None), default=str))  # as the file has it
+        if value != (other := config.get(field)) and (value or other):
             raise ModelMismatch(
                 f"{whose} adapter has {field}={other!r} and {own_whose} {value!r}, so that it would compute something "
                 "else with the same tensors; make both from one configuration"
@@ -267,7 +270,8 @@ def _saved_keys(adapted: Any, names: Collection[str], adapter: str, embeddings: 
     if config.is_prompt_learning:  # saved tensors are computed, and not in the model
         return {}
     # PEFT renames the state dict that it is given; placeholders show which key each name becomes.
-    placeholders = {name: torch.empty(0, device="meta") for name in names}
+    # Of a model that transformers has divided, it returns copies without gradients, which have the same memory.
+    placeholders = {name: torch.empty(1, device="cpu") for name in names}
     base, config.base_model_name_or_path = config.base_model_name_or_path, None
     try:
         with warnings.catch_warnings():
@@ -277,8 +281,8 @@ def _saved_keys(adapted: Any, names: Collection[str], adapter: str, embeddings: 
             )
     finally:
         config.base_model_name_or_path = base
-    name_of, aliases = {id(tensor): name for name, tensor in placeholders.items()}, _compile_aliases(names)
-    return {strip_wrappers(key, aliases): name_of.get(id(tensor), "") for key, tensor in saved.items()}
+    name_of, aliases = {tensor.data_ptr(): name for name, tensor in placeholders.items()}, _compile_aliases(names)
+    return {strip_wrappers(key, aliases): name_of.get(tensor.data_ptr(), "") for key, tensor in saved.items()}
 
 
 # ---- a checkpoint of an adapted model ----

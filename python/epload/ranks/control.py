@@ -273,7 +273,8 @@ class Control(Rounds):
                     shared = failure.error()
                     try:
                         if (type(shared), str(shared)) != (type(error), str(error)):
-                            raise shared from error
+                            # From a StopIteration, contextlib would take it for Python's own conversion of that.
+                            raise shared from None if isinstance(error, StopIteration) else error
                     finally:
                         del shared  # whose traceback has this frame
                 raise

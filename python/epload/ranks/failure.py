@@ -92,8 +92,10 @@ def _shorten(text: str) -> str:
 
 def stack_of(error: BaseException) -> str:
     """Returns the stack of the root cause, innermost call last; empty for a timeout or an ended rank, where it says nothing."""
-    while error.__cause__ is not None and error.__cause__.__traceback__ is not None:
-        error = error.__cause__
+    seen = {id(error)}  # `raise error from error` makes an error its own cause
+    while (cause := error.__cause__) is not None and cause.__traceback__ is not None and id(cause) not in seen:
+        error = cause
+        seen.add(id(error))
     if isinstance(error, WaitTimeout | RankExited):
         return ""
     return "".join(traceback.format_tb(error.__traceback__)[-12:]).rstrip()

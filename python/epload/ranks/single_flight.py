@@ -133,9 +133,9 @@ def preparing_call(topology: Topology | None) -> Iterator[None]:
     except (ValueError, TypeError) as error:
         _refuse_next(topology, error)
         raise
-    except LoadError:  # of a round, such as one that finds the ranks: all of them raise it
-        raise
     except BaseException as error:
+        if topology is None and isinstance(error, LoadError):  # of the round that finds the ranks: all of them raise it
+            raise
         is_interrupt = isinstance(error, KeyboardInterrupt | SystemExit)
         if topology is not None or Topology.is_discovered():  # else the ranks that come later are told by the rendezvous
             _refuse_next(topology, LoadError(f"{'interrupted' if is_interrupt else message_of(error)} before the call"))

@@ -48,9 +48,10 @@ def check_names(model: nn.Module, mapping: AnyMapping, names_from: Any) -> None:
 
 def catalog(
     model: nn.Module, targets: Targets, mapping: AnyMapping, names_from: Any
-) -> tuple[Manifest, list[tuple[Place, ...]], list[Shape]]:
+) -> tuple[Manifest, list[tuple[Place, ...]], list[Shape], str]:
     """Returns the manifest of a model's tensors as its checkpoints have them without padding, the places of each in the model,
-    and the shapes of the checkpoint's tensors with their padding: rows of zeros at the end.
+    the shapes of the checkpoint's tensors with their padding, which is rows of zeros at the end, and the rules by which all this
+    follows, as a text that is equal on ranks that write or send the same.
 
     Args:
         targets: of the model.
@@ -63,7 +64,7 @@ def catalog(
     """
     check_names(model, mapping, names_from)
     if isinstance(model, MegatronChunks):
-        return megatron_catalog(model, mapping, names_from)
+        return *megatron_catalog(model, mapping, names_from), ""
     dtypes = {name: targets.dtypes[number] for name, number in targets.index.items()}
     added = names_added_by_adapters(model, targets.index)
     shapes = {name: shape for name, shape in targets.shapes.items() if name not in added}
@@ -91,7 +92,8 @@ def catalog(
         _check_whole(names[i], shape, regions[i], targets)
     of_tensors = tuple(_common_dtype(names[i], {dtypes[target] for target, _ in placed[i]}) for i in used)
     manifest = Manifest(tuple(names[i] for i in used), tuple(unpadded), of_tensors, "the model")
-    return manifest, [placed[i] for i in used], [sizes[i] for i in used]
+    text = repr(replace(rules, ties=()))  # of the tied tensors, ranks may have only some
+    return manifest, [placed[i] for i in used], [sizes[i] for i in used], text
 
 
 def _common_dtype(name: str, of_parts: set[torch.dtype]) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -77,15 +77,18 @@ def convert(
             to quantize, or the folder must not be overwritten.
         LoadError: the folder cannot be written. With a topology, all errors are the same on every rank.
     """
-    began, report = perf_counter(), SaveReport(path=str(folder_path(path)))
+    began = perf_counter()
+    with preparing_call(topology) if topology is not None else nullcontext():
+        report, limit = SaveReport(path=str(folder_path(path))), as_timedelta(timeout)
     with ExitStack() as stack:
         if topology is not None:
-            _begin(topology, timeout, stack)
+            stack.enter_context(exclusive(Call("convert()", topology, object(), threading.current_thread()), limit))
+            stack.enter_context(topology.control.guard())
         else:
             topology = Topology([[0]], None, 0, Control(None, (0,), 0))
 
         def plan() -> tuple[Checkpoint, Rewrite, FilesLayout, str]:
-            check_arguments(topology, max_shard_bytes, copied, checksums, quantize is not None)
+            check_arguments(topology, max_shard_bytes, copied, checksums, overwrite, quantize is not None)
             checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
             if checkpoint is not source:
                 stack.callback(checkpoint.close)
@@ -116,14 +119,6 @@ def convert(
         write_checkpoint(topology, overwrite, lambda: layout, write, lambda _: rewrite.config, copied, checksums, report)
     report.seconds = perf_counter() - began
     return report
-
-
-def _begin(topology: Topology, timeout: timedelta | float | None, stack: ExitStack) -> None:
-    """Enters the contexts of a call of several ranks."""
-    with preparing_call(topology):
-        limit = as_timedelta(timeout)
-    stack.enter_context(exclusive(Call("convert()", topology, object(), threading.current_thread()), limit))
-    stack.enter_context(topology.control.guard())
 
 
 def _function_of_bytes(progress: Callable[[int], object] | None) -> Callable[[int], object]:

@@ -144,7 +144,7 @@ class QuantizedModel:
         maxima: dict[int, Tensor] = {}
         for batch, scaling, stack in self._stacks(local):
             if len(batch) > 1 or batch[0].scale not in maxima:
-                of_batch = torch.zeros(scaling.counts, device=stack.device)
+                of_batch = torch.zeros(scaling.counts, dtype=torch.float32, device=stack.device)
                 maxima |= zip((part.scale for part in batch), _unstack(of_batch, batch), strict=True)
             else:
                 of_batch = maxima[batch[0].scale]
@@ -155,11 +155,12 @@ class QuantizedModel:
         """Returns those of the weights that ranks share, as integers; 0 for a block of which this rank has nothing."""
         parts = [torch.empty(0, dtype=torch.int32)]
         for number, grid in self._shared.items():
-            of_weight = torch.zeros(grid)
+            of_weight = torch.zeros(grid, dtype=torch.float32)
             of_weight[self._boxes[number]] = maxima[number].cpu()
             parts.append(as_integers(of_weight).flatten())
         return torch.cat(parts)
 
+    @torch.inference_mode(False)  # a later version, in no such mode, is written to it, too
     def _reuse(self, number: int, shape: Shape, device: torch.device) -> Tensor:
         """Returns the tensor that was written last, or a new one."""
         tensor = self._written.get(number)

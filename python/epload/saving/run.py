@@ -53,8 +53,8 @@ class PendingSave:
     ) -> None:
         """See :func:`epload.save` for the arguments."""
         self._began = perf_counter()
-        log.configure()
         with preparing_call(topology):
+            log.configure()
             wait_for_background()
             self._path = folder_path(path)
             self._files = tuple(map(Path, files))
@@ -71,7 +71,7 @@ class PendingSave:
 
     def _read(self, model: Model | Mapping[str, Any], mapping: AnyMapping, names_from: Any, dtype: DType | None) -> SavedModel:
         quantizes = quantize_rule(mapping) is not None
-        check_arguments(self._topology, self._max_shard_bytes, self._files, self._checksums, quantizes)
+        check_arguments(self._topology, self._max_shard_bytes, self._files, self._checksums, self._overwrite, quantizes)
         dtype = None if dtype is None else requested("dtype", dtype)
         if not isinstance(model, nn.Module | list | tuple):
             if not isinstance(model, Mapping):
@@ -173,11 +173,19 @@ class PendingSave:
         def message() -> list[str]:
             saved = self._model.value
             base = (base := self._base.value) and (base.name, base.digest)
-            same = saved.padded.digest, str(self._path), self._max_shard_bytes, self._overwrite, base, self._checksums
+            same = (
+                saved.padded.digest,
+                saved.rules,
+                str(self._path),
+                self._max_shard_bytes,
+                self._overwrite,
+                base,
+                self._checksums,
+            )
             return [digest_of(repr(same).encode()), *publish_holdings(store, saved.holdings)]
 
         def reduce(views: dict[int, list[str]]) -> list[list[str]]:
-            activity = "save different tensors, or pass a different path, max_shard_bytes, base, checksums or overwrite"
+            activity = "save different tensors, or pass a different mapping, path, max_shard_bytes, base, checksums or overwrite"
             check_equal({rank: digest for rank, (digest, *_) in views.items()}, activity)
             return [names for _, (_, *names) in sorted(views.items())]
 

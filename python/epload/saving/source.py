@@ -45,6 +45,8 @@ class SavedModel:
     """The same with the shapes in the files. Padding is rows of zeros at the end, which are not written."""
     holdings: Holdings
     """This rank's."""
+    rules: str
+    """What the manifest and the holdings follow from, equal on all ranks."""
     config: dict[str, bytes]
     """Small files that belong to the model, by name."""
     stem: str
@@ -68,7 +70,7 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
     targets = reader.read()
     if not isinstance(mapping, Mapping) and names_from is None and not reader.has_adapters:
         check_declared_ties(model, targets.index)
-    manifest, placed, shapes = catalog(model, targets, mapping, names_from)
+    manifest, placed, shapes, rules = catalog(model, targets, mapping, names_from)
     is_megatron, stem = isinstance(model, MegatronChunks), MODEL
     if dtype is not None and is_megatron:
         manifest = with_dtype(manifest, dtype, in_float32(manifest.names))
@@ -92,7 +94,7 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
         shapes = [in_files.get(name, shape) for name, shape in zip(manifest.names, manifest.shapes, strict=True)]
     holdings = holdings_of_targets(manifest.shapes, written, placed)
     padded = replace(manifest, shapes=tuple(shapes))
-    return SavedModel(targets.local(), manifest, padded, holdings, config, stem, quantized)
+    return SavedModel(targets.local(), manifest, padded, holdings, rules, config, stem, quantized)
 
 
 def with_dtype(manifest: Manifest, dtype: torch.dtype, exempt: Collection[str] = ()) -> Manifest:

@@ -44,11 +44,16 @@ def check_equal(digests: Mapping[int, str], activity: str) -> None:
             raise ValueError(f"ranks {first} and {rank} {activity}; pass the same on all ranks")
 
 
-def check_arguments(topology: Topology, max_shard_bytes: int, files: Sequence[Path], checksums: bool, quantizes: bool) -> None:
+def check_arguments(
+    topology: Topology, max_shard_bytes: int, files: Sequence[Path], checksums: bool, overwrite: bool, quantizes: bool
+) -> None:
     """Raises ValueError if ``max_shard_bytes`` is no number of bytes, or one of the files that the first rank copies is not
-    there, or has the name of another or of one that is written.
+    there, or has the name of another or of one that is written; TypeError if an option is no bool.
 
     ``checksums``: whether that is a list of digests; ``quantizes``: whether it is a ``config.json``."""
+    for name, option in (("checksums", checksums), ("overwrite", overwrite)):
+        if not isinstance(option, bool):
+            raise TypeError(f"expected {name} to be a bool, got {option!r}")
     if not isinstance(max_shard_bytes, int) or isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
         raise ValueError(f"expected max_shard_bytes to be a number of bytes, at least 1, got {max_shard_bytes!r}")
     if topology.rank == topology.ranks[0] and (missing := [file for file in files if not file.is_file()]):

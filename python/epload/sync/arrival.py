@@ -60,8 +60,8 @@ class Arrival:
         boxes = [(i, box_slices(*box)) for i in targets for box in self._boxes.get(i, ())]
         into, out_of = ([tensors[i].detach()[box] for i, box in boxes] for tensors in (targets, self.tensors))
         with torch.inference_mode(any(target.is_inference() for target in into)):
-            if into:
-                torch._foreach_copy_(into, out_of)
+            for target, source in zip(into, out_of, strict=True):  # _foreach_copy_ changes bits of NaN on CUDA
+                target.copy_(source)
         for device in {tensor.device for tensor in into if not tensor.is_cpu}:
             # The memory of what has arrived is free afterwards, for streams that do not know of this one.
             torch.accelerator.current_stream(device).synchronize()

@@ -192,18 +192,18 @@ class WeightSender(Endpoint):
                 the version that they had. The next call forms a new generation from the remaining ranks.
             ValueError, TypeError: a caller's mistake; nothing was sent.
         """
-        if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 63:
-            raise TypeError(f"expected version to be an int of at least 0, got {version!r}")
-        if self._version is not None and version <= self._version:
-            raise ValueError(f"expected version to be greater than {self._version}, the last one sent, got {version}")
-        if not wait and self._snapshot != "host":
-            raise ValueError("expected snapshot='host' for wait=False: else the model changes while it is sent")
         self._check_open()
-        if self._sending is not None:
-            raise ValueError("expected wait() to be called before the next version is sent")
         began = perf_counter()
         report = SyncReport(version=version, verify=self._verify)
         with report.timed("plan"), garbage_collection.paused(), preparing_call(self.topology):
+            if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 63:
+                raise TypeError(f"expected version to be an int of at least 0, got {version!r}")
+            if self._version is not None and version <= self._version:
+                raise ValueError(f"expected version to be greater than {self._version}, the last one sent, got {version}")
+            if not wait and self._snapshot != "host":
+                raise ValueError("expected snapshot='host' for wait=False: else the model changes while it is sent")
+            if self._sending is not None:
+                raise ValueError("expected wait() to be called before the next version is sent")
             wait_for_background()
             failure = Attempt(self._model.read).failure
             if not wait and failure is None and self._model.base_version is not None:
@@ -401,5 +401,5 @@ def _check_same_model(views: dict[int, tuple[int, str, bool]]) -> bool:
         if other != version:
             raise ValueError(f"the ranks send different versions: {version}, and {other} on rank {rank}")
         if tensors != manifest:
-            raise LoadError(f"ranks {first} and {rank} have models with different tensors; send one model")
+            raise LoadError(f"ranks {first} and {rank} have models with different tensors, or different mappings; send one model")
     return any(changed for *_, changed in views.values())

@@ -83,7 +83,7 @@ class SentModel:
         self._reader = ModelReader(model, own_names=isinstance(mapping, Mapping))
         self._base: nn.Module = unwrap(model, ())[0]
         self._only = only
-        self._mapping = mapping
+        self._mapping, self._rules = mapping, ""
         self._names_from = names_from
         self._snapshot = snapshot
         self._through_host = through_host
@@ -219,7 +219,7 @@ class SentModel:
             dtypes = tuple(targets.dtypes[number] for number in numbers)
             places = [((name, View.whole(shape)),) for name, shape in zip(part.names.values(), shapes, strict=True)]
             return Manifest(tuple(part.names), shapes, dtypes, "the adapter"), [*places], Scope(part.config)
-        manifest, placed, _ = catalog(self._model, targets, self._mapping, self._names_from)
+        manifest, placed, _, self._rules = catalog(self._model, targets, self._mapping, self._names_from)
         if not callable(self._only):
             return manifest, placed, Scope(adapters=part[1])
         sent = list(map(self._only, manifest.names))
@@ -237,7 +237,7 @@ class SentModel:
     @property
     def digest(self) -> str:
         """Digest of what is sent, without its values."""
-        return self.manifest.digest.hex() + digest_of(repr(self.scope).encode())
+        return self.manifest.digest.hex() + digest_of(repr((self.scope, self._rules)).encode())
 
     @property
     def basis(self) -> tuple[object, ...]:

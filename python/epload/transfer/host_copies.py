@@ -14,6 +14,7 @@ _BLOCK_BYTES = 1 << 30
 """Maximum bytes of a block with several tensors: where torch allocates it, it may take twice as many."""
 
 
+@torch.inference_mode(False)  # threads write to it, which are in no such mode
 def host_memory_for(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns uninitialized tensors of the same shapes and dtypes in host memory. Those for tensors on a device are pinned, and
     share blocks."""
@@ -36,7 +37,9 @@ def host_memory_for(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def copy_to_host(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
     """Copies tensors into such memory. Returns when all is there."""
-    for tensor, copy in zip(tensors, copies, strict=True):
-        copy.copy_(tensor.detach(), non_blocking=True)
-    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
-        torch.accelerator.current_stream(device).synchronize()
+    try:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            copy.copy_(tensor.detach(), non_blocking=True)
+    finally:  # after an error, too: the memory may be freed then
+        for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+            torch.accelerator.current_stream(device).synchronize()

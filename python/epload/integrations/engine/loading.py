@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from epload.checkpoint.base import Checkpoint, read_tensor
+from epload.core.default_device import on_cpu
 from epload.errors import CheckpointError, ModelMismatch
 from epload.integrations.engine.model import EngineModel, EngineTarget
 from epload.loading.loader import HierarchicalLoader
@@ -20,6 +21,7 @@ from epload.ranks.topology import Topology
 from epload.report import LoadReport
 
 
+@on_cpu
 def load_engine(
     engine: EngineModel, checkpoint: Any, *, strict: bool = True, verify: bool = False, progress: bool = False
 ) -> LoadReport:
