@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import epload
 from epload import HierarchicalLoader
+from epload.integrations.dcp import StorageReader
 from epload.transfer.device_pipe import DevicePipe
 from support import fakedev
 from support.accelerator import DEVICE
@@ -145,6 +148,7 @@ def state(number: int) -> dict[str, Tensor]:
 def save_states(folder: Path, *parameters: str) -> None:
     for number in range(3):
         save_file(state(number), folder / f"{number}.safetensors")
+    dcp.save(state(1), checkpoint_id=folder / "dcp", no_dist=True)
 
 
 class Model(nn.Module):
@@ -186,6 +190,10 @@ def test_loads_and_saves(rank: int, tmp_path: Path, default: str, device: str) -
     loaded = {name: torch.zeros_like(tensor, device=device) for name, tensor in state(2).items()}
     epload.load_state(loaded, tmp_path / "2.safetensors", progress=False)
     check(loaded, 2, "state")
+    with closing(epload.Checkpoint.open(tmp_path / "dcp")) as opened:
+        assert {*opened.manifest.names} == {*state(1)}
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path / "1.safetensors"), no_dist=True)
+    check(loaded, 1, "by DCP")
     epload.save(model, tmp_path / "saved")
     epload.save_async(model, tmp_path / "saved-later").wait()
     if rank == 0:

@@ -227,6 +227,20 @@ def test_saved_converted_and_loaded_are_the_same_and_dequantize_as_in_transforme
         assert_same(dict(fused.state_dict()), tensors)
 
 
+def test_scales_do_not_depend_on_the_default_dtype(tmp_path: Path) -> None:
+    for name, form in {"blocks": FORMATS["128 x 128"], "exponents": FORMATS["mx"]}.items():
+        rule, trainer, wanted = Quantize(quantized.with_skipped(form)), Trainer(), expected(Trainer(), form)
+        model, masters = Tree(wanted).to_empty(device="cpu"), {n: t.contiguous() for n, t in trainer.state_dict().items()}
+        torch.set_default_dtype(BF16)
+        try:
+            epload.save(trainer, tmp_path / name, mapping=rule)
+            epload.load(model, masters, mapping=rule, progress=False)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert_same(load_file(tmp_path / name / "model.safetensors"), wanted, name)
+        assert_same(dict(model.state_dict()), wanted, name)
+
+
 def test_wrapped_models(tmp_path: Path) -> None:
     """Activation checkpointing hides its wrapper in the state dict; torch.compile and PEFT do not."""
     rule, wanted = Quantize(quantized.with_skipped(FORMATS["128 x 128"])), expected(Trainer(), FORMATS["128 x 128"])
@@ -288,6 +302,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no size of blocks": ({"quant_method": "fp8"}, "expected weight_block_size in the quantization_config"),
     "static activations": (fine_grained((128, 128), activation_scheme="static"), "activation_scheme to be 'dynamic'"),
     "fp4 experts": (fine_grained((128, 128), expert_dtype="fp4"), "expert_dtype to be 'fp8'"),
+    "fp4 experts, beside": ({"quantization_config": fine_grained((128, 128)), "expert_dtype": "fp4"}, "expert_dtype to be 'fp8'"),
     "integers": (quantized.compressed(strategy="channel", type="int"), "type to be 'float'"),
     "rotated inputs": (
         {**quantized.compressed(strategy="channel"), "transform_config": {"config_groups": {"u": {}}}},
@@ -303,6 +318,11 @@ def test_configurations_that_are_refused(case: str) -> None:
     declared, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         Quantize(declared)
+
+
+def test_the_format_may_have_the_name_of_its_dtype() -> None:
+    """It has in the configurations of MiniMax-M2."""
+    assert Quantize(fine_grained((128, 128), fmt="float8_e4m3fn")).format == Quantize(fine_grained((128, 128))).format
 
 
 def test_models_that_are_refused(tmp_path: Path) -> None:

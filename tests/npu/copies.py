@@ -16,6 +16,10 @@ OFFSETS = (2, 407, 1033)
 """Bytes; no view of float32 could begin there, so that torch's own copy would need a kernel."""
 
 
+ODD_BYTES = 1501
+"""Offset of fp8 values, of which bf16 values are made."""
+
+
 def main() -> None:
     torch.npu.set_device(0)
     values = [torch.arange(100.0), torch.arange(1000.0, 1064.0).view(8, 8), torch.arange(60.0) + 7]
@@ -28,17 +32,22 @@ def main() -> None:
         pad = [0] * (2 - len(start))
         stride = [8, 1] if len(start) == 2 else [1]
         rows.append([i, at, dtypes.code(torch.float32), len(start), *start, *pad, *size, *pad, *stride, *pad])
+    rows.append([3, ODD_BYTES, dtypes.code(torch.float8_e4m3fn), 1, 0, 0, 64, 0, 1, 0])
+    codes = torch.arange(64, dtype=torch.uint8)
+    bucket[ODD_BYTES : ODD_BYTES + 64] = codes
     table = torch.tensor(rows)
     there = bucket.to("npu:0")
-    tensors = [torch.zeros_like(value).to("npu:0") for value in values]
+    tensors = [torch.zeros_like(value).to("npu:0") for value in [*values, torch.empty(64, dtype=torch.bfloat16)]]
     again = torch.zeros(2000, dtype=torch.uint8).to("npu:0")
     torch.npu.synchronize()
     stream = torch.npu.Stream()
     with torch.npu.stream(stream):
         ops.unpack(there, tensors, table)
-        ops.pack(again, tensors, table)
+        ops.pack(again, tensors, table[:3])
     torch.npu.synchronize()
-    wrong = [] if torch.equal(again.cpu(), bucket) else ["the bucket"]
+    wrong = [] if torch.equal(tensors.pop().cpu(), codes.view(torch.float8_e4m3fn).bfloat16()) else ["fp8"]
+    bucket[ODD_BYTES : ODD_BYTES + 64] = 0
+    wrong += [] if torch.equal(again.cpu(), bucket) else ["the bucket"]
     for i, (start, size) in enumerate(regions):
         box = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
         expected = torch.zeros_like(values[i])

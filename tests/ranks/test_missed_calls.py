@@ -20,6 +20,7 @@ import epload
 from epload.core import threads
 from epload.errors import LoadError
 from epload.ranks import control
+from epload.ranks.single_flight import preparing_call
 from support import ranks
 from support.failures import raised, raised_by
 
@@ -219,3 +220,49 @@ def test_a_fault_of_one_rank_ends_the_call_on_all(tmp_path: Path) -> None:
     here, there = ranks.run(2, faulty, "save_async", tmp_path)
     assert here == there
     assert "cannot start thread epload-save" in here
+
+
+def sleeps(rank: int, folder: Path) -> str:
+    topology = epload.Topology.from_nodes([[0, 1]])
+    _, by_kind = calls(topology, folder)
+    if rank == 0:
+        return raised(by_kind["load"])[1]
+    with pytest.raises(LoadError), preparing_call(topology):
+        raise LoadError("the engine sleeps")
+    return ""
+
+
+def test_an_error_of_another_call_ends_the_one_that_it_prepares(tmp_path: Path) -> None:
+    assert ranks.run(2, sleeps, tmp_path)[0] == "the engine sleeps before the call [rank 1]"
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def fails_oddly(rank: int) -> dict[str, tuple[str, str]]:
+    """Rank 1 raises errors that are their own cause, cannot be shown, or end generators."""
+    topology, seen = epload.Topology.from_nodes([[0, 1]]), {}
+
+    def hook(error: Exception, *_: Any) -> None:
+        if rank == 0:
+            return
+        if isinstance(error, KeyError):
+            raise error from error
+        raise error
+
+    for error in (KeyError("itself"), Unprintable(), StopIteration()):
+        options = {"strict": False, "topology": topology, "progress": False}
+        load = partial(epload.load, nn.Linear(2, 2), {"bias": torch.ones(2)}, **options)
+        seen[type(error).__name__] = raised(partial(load, init_missing=partial(hook, error)))
+        dist.barrier()
+    return seen
+
+
+def test_errors_that_are_hard_to_tell_reach_all_ranks() -> None:
+    here, there = ranks.run(2, fails_oddly)
+    assert here == there
+    for name, part in {"KeyError": "'itself'", "Unprintable": "cannot be shown (RuntimeError)", "StopIteration": ""}.items():
+        kind, text = here[name]
+        assert (kind, f"{name}: " in text, part in text) == ("LoadError", True, True)

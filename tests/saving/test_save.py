@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import epload
-from epload.mapping import Convert, Rename, Reshape, Split
+from epload.mapping import Convert, Mapping, Rename, Reshape, Split
 from epload.saving import run
 from support import ranks
 from support.checkpoints import assert_same, read_folder
@@ -88,12 +88,15 @@ def save_states(rank: int, folder: str) -> list[str]:
     model = build("fsdp", dist.get_world_size())
     write(model, 1)
     epload.save({"model": model.state_dict(), "step": torch.tensor(7)}, folder)
+    two, exchange = {"q": torch.ones(2), "k": torch.zeros(2)}, (Rename(r"^q$", "x"), Rename(r"^k$", "q"), Rename(r"^x$", "k"))
     calls: list[tuple[Any, dict[str, Any]]] = [
         ({"w": torch.ones(2), "epoch": 3}, {}),
         ({"w": torch.ones(2)}, {}),
         ({"w": torch.ones(2, dtype=torch.complex128)}, {"overwrite": True}),
         ({"w": torch.ones(2 + rank)}, {"overwrite": True}),
         ({"w": torch.ones(2)}, {"overwrite": True, "max_shard_bytes": 0}),
+        ({"w": torch.ones(2)}, {"overwrite": "false"}),
+        (two, {"overwrite": True, "names_from": two, "mapping": Mapping(renames=exchange if rank else ())}),
         ([torch.ones(2)], {}),
         (3, {}),
         ({}, {}),
@@ -111,6 +114,8 @@ def test_state_dicts_and_mistakes(tmp_path: Path) -> None:
         "ValueError: w is torch.complex128, which safetensors files do not have",
         "ValueError: ranks 0 and 1 save different tensors",
         "ValueError: expected max_shard_bytes to be a number of bytes",
+        "TypeError: expected overwrite to be a bool, got 'false'",
+        "ValueError: ranks 0 and 1 save different tensors, or pass a different mapping",
         "TypeError: expected a torch.nn.Module, or a list of Megatron-Core modules, got a list of Tensor",
         "TypeError: expected an nn.Module or a dict of tensors, got int",
         "ValueError: expected tensors to save, got none",

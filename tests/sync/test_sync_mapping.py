@@ -17,8 +17,9 @@ from epload.model.targets import collect
 from epload.saving.catalog import catalog
 from support.checkpoints import assert_same
 from support.checks import full_tensor
+from support.failures import error_of
 from support.jobs import Job, Meeting, run
-from support.small_syncs import outcome, receiving, take
+from support.small_syncs import outcome, receiving, sending, take
 from support.sync_jobs import send_model
 
 
@@ -146,3 +147,21 @@ def test_names_that_do_not_suffice_are_refused_before_anything_is_sent() -> None
         catalog(model, collect(model), splits, {"w": torch.zeros(24, 6)})
     with pytest.raises(ValueError, match="cannot be derived from a mapping of your own: pass names_from="):
         epload.WeightSender(Trainer(), ("127.0.0.1", 0), receivers=1, mapping=mapping())
+
+
+def send_by_two_mappings(rank: int, meeting: Meeting) -> list[str]:
+    """One of the ranks exchanges two tensors of one shape; and one passes no version."""
+    state = {name: torch.full((2, 2), float(i)) for i, name in enumerate("qk")}
+    model = nn.ParameterDict({name: nn.Parameter(value) for name, value in state.items()})
+    exchange = Rename(r"^q$", "x"), Rename(r"^k$", "q"), Rename(r"^x$", "k")
+    options = {"mapping": Mapping(renames=exchange if rank else ()), "names_from": state}
+    with sending(meeting, model, **options) as sender:
+        return [error_of(partial(sender.send_weights, version)) for version in (1, "2" if rank else 2, 3)]
+
+
+def test_ranks_that_send_by_different_mappings_send_nothing() -> None:
+    ((here, there),) = run([Job(2, send_by_two_mappings)])
+    assert here[::2] == there[::2]
+    assert all("models with different tensors, or different mappings" in text for text in here[::2])
+    assert here[1] == f"{there[1]} [rank 1]"
+    assert there[1] == "TypeError: expected version to be an int of at least 0, got '2'"

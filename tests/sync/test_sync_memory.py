@@ -23,6 +23,7 @@ from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
 from support.small_syncs import receiving, sending, take
+from support.synced_models import build, check, write
 
 MB = 1 << 20
 PYTHON = 24 * MB
@@ -147,3 +148,26 @@ def test_tensors_that_a_model_replaces_are_freed(options: dict[str, Any]) -> Non
     sent, received = run([Job(1, send_replaced, (options,)), Job(1, receive_replaced, (options,))])
     assert sent == [[0, 0, 0]]
     assert received == ([[]] if "mapping" in options else [[0, 0, 0]])
+
+
+def send_in_inference_mode(rank: int, meeting: Meeting) -> None:
+    model = build("plain", 1)
+    with sending(meeting, model, snapshot="host", delta="auto") as sender:
+        for version in (1, 2, 3):
+            write(model, version)
+            with torch.inference_mode(version != 2):
+                sender.send_weights(version, wait=version == 2)
+                if version != 2:
+                    sender.wait()
+
+
+def receive_all(rank: int, meeting: Meeting) -> None:
+    model = build("plain", 1)
+    with receiving(meeting, model) as receiver:
+        for version in (1, 2, 3):
+            take(receiver)
+            check(model, version)
+
+
+def test_copies_that_are_made_in_inference_mode_are_written_outside_of_it() -> None:
+    run([Job(1, send_in_inference_mode), Job(1, receive_all)])

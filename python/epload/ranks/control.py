@@ -272,7 +272,7 @@ class Control(Rounds):
                 if failure is not None and isinstance(error, Exception):
                     shared = failure.error()
                     try:
-                        if (type(shared), str(shared)) != (type(error), str(error)):
+                        if type(shared) is not type(error) or str(shared) != str(error):
                             # From a StopIteration, contextlib would take it for Python's own conversion of that.
                             raise shared from None if isinstance(error, StopIteration) else error
                     finally:
