@@ -244,6 +244,38 @@ def through(between: Tensor, model: Loader, compute: Callable[..., Any]) -> None
     model.copy.data.copy_(between)
 
 
+@each
+def in_two_steps(model: Loader, name: str, tensor: Tensor) -> None:
+    """Computes a parameter from what was copied to it, as loaders of Mamba do."""
+    parameter = model.get_parameter(name)
+    parameter.data.copy_(tensor)
+    if name == "a":
+        parameter.data.copy_(-torch.exp(parameter.float()))
+
+
+@each
+def cleared(model: Loader, name: str, tensor: Tensor) -> None:
+    """Changes a tensor that it is given, as ranks do on which GPT-OSS has no bias."""
+    if name == "a":
+        tensor.zero_()
+    model.get_parameter(name).data.copy_(tensor)
+
+
+@each
+def cleared_below(model: Loader, name: str, tensor: Tensor) -> None:
+    """The same, but for a view of the tensor."""
+    before = tensor.view(-1)
+    if name == "a":
+        tensor.zero_()
+    model.get_parameter(name).data.copy_(before)
+
+
+@pytest.mark.parametrize(("load", "others_are_copied"), [(in_two_steps, True), (cleared, True), (cleared_below, False)])
+def test_what_changes_before_or_after_it_is_copied_goes_through_alone(load: Any, others_are_copied: bool) -> None:
+    recording = check_recording(lambda: Loader(load, a=(3,), b=(2,)), unique({"a": (3,), "b": (2,)}))
+    assert list(recording.passed_through) == (["a"] if others_are_copied else ["a", "b"])
+
+
 FINISH: dict[str, Callable[[Loader], Any]] = {
     "direct": lambda m: m.copy.data.copy_(m.scale),
     "through a view": lambda m: m.copy.data.fill_(m.scale.data[0]),

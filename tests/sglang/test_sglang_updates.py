@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from engine import CONFIGS, differences, make_checkpoint, make_model, make_rank
+from torch import nn
 
 import epload
 from epload.sync.scope import Scope
@@ -291,3 +292,38 @@ def test_what_an_engine_cannot_update_is_refused_by_name_on_all_ranks(tmp_path: 
         "is interleaved for its MoE kernel (SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED)", "monokernel", "cached splits",
     ]  # fmt: skip
     assert [part for part, text in zip(expected, first, strict=True) if part not in text] == []
+
+
+class Absorbed(nn.Module):
+    """Computes a tensor from its weight after each load, as Kimi-Linear does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor)
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        self.w_kc = (self.weight * 2).contiguous()
+
+
+def test_what_is_computed_again_stays_where_it_was_and_what_is_not_is_refused() -> None:
+    """CUDA graphs have its address."""
+    from epload.integrations.sglang.model import SglangModel, check_updatable
+
+    model = Absorbed()
+    engine = SglangModel([model], CPU)
+    addresses = set()
+    for version in (1.0, 2.0):
+        engine.load_weights([("weight", torch.full((3,), version))])
+        engine.finish()
+        assert model.w_kc.tolist() == [2 * version] * 3
+        addresses.add(model.w_kc.data_ptr())
+    assert len(addresses) == 1
+    check_updatable(model)
+    model.w_kc_qrep = torch.zeros(3)
+    with pytest.raises(epload.ModelMismatch, match=r"a Absorbed .* computes values from its weights once \(w_kc_qrep\)"):
+        check_updatable(model)

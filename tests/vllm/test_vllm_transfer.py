@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import CONFIGS, calls, differences, make_checkpoint, make_draft, make_engine, make_trainer
+from torch import nn
 
 import epload
 from support import ranks
@@ -349,6 +350,25 @@ def test_an_update_in_which_nothing_was_received_can_end() -> None:
         engine._receiver = receiver
         engine.finish_weight_update()
         assert receiver.commit.call_count == commits
+
+
+def test_values_that_are_computed_once_are_refused_and_wrappers_of_adapters_are_not_processed() -> None:
+    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+
+    from epload.integrations.vllm import transfer
+
+    wrapper = BaseLayerWithLoRA()
+    wrapper.base_layer = nn.Linear(2, 2)
+    wrapper.base_layer.quant_method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+    assert transfer._is_processed(wrapper.base_layer)
+    assert not transfer._is_processed(wrapper)
+    model = nn.ModuleDict({"attention": nn.Linear(2, 2)})
+    model.load_weights = lambda weights: None
+    model["attention"]._wp_fp32 = None
+    target = transfer.VllmModel(model, SimpleNamespace(model_config=None), torch.device("cpu"))
+    with pytest.raises(epload.ModelMismatch, match=r"attention, a Linear, computes values from its weights once \(_wp_fp32\)"):
+        target.sync_target(strict=True)
 
 
 def test_vllm_finds_the_engines_through_its_plugins() -> None:

@@ -90,10 +90,9 @@ def plan_changes(plan: ExchangePlan, changed: Mapping[int, Sequence[ChangedBucke
             else:
                 unchanged[number] = each.checksum
     none = torch.zeros(0, dtype=torch.int64, device="cpu")
-    messages = []
+    copies, messages = CopyTable.of(none, dims=1), []
     for (group, stream), of_message in parts.items():
         ends = plan.buckets[of_message[0].bucket].tensors[0], plan.buckets[of_message[-1].bucket].tensors[1]
-        copies = CopyTable.of(none, dims=1)
         messages.append((ExchangeBucket(of_message[-1].end, copies, stream, group, ends, none), of_message))
     messages.sort(key=lambda message: message[0].order(plan.node))
     digest = hashlib.blake2b(repr(sorted(changed.items())).encode(), digest_size=32, key=plan.fingerprint)

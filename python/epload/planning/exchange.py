@@ -74,7 +74,8 @@ def plan_exchange(
     waves = max(1, -(-kinds.total // limit))
     slot_bytes = min(max(limit // len(members.senders), MIN_SLOT_BYTES), MAX_SLOT_BYTES)
     part_bytes = max(limit // MAX_PARTS_IN_WAVE, SPLIT_BYTES)
-    moved, pulled = divide(kinds.slots(slot_bytes, part_bytes), reach, kinds.exact_senders())
+    slots = kinds.slots(slot_bytes, part_bytes)
+    moved, pulled = divide(slots, reach, kinds.exact_senders()) if reach else (slots, {})
     node = next((number for number, ranks in enumerate(members.nodes) if rank in ranks), -1)
     bucket_bytes = max(limit // MAX_BUCKETS_IN_WAVE, MIN_BUCKET_BYTES)
     rows = _SlotRows(members, kinds, moved, rank, node, waves, bucket_bytes)
@@ -132,14 +133,18 @@ class _Kinds:
 
     def slots(self, limit: int, min_bytes: int) -> list[list[Slot]]:
         """Returns the slots of a tensor of each kind; see :func:`make_slots`."""
-        senders = self._equal_nodes([(rank,) for rank in self._members.senders])
-        nodes = self._equal_nodes(self._members.nodes)
+        nodes, senders = self._equal_nodes(self._members.nodes), self._members.senders
+        of_senders: list[list[tuple[list[int], list[Box]]]] = [[] for _ in self.first]
+        for (rank,), some in self._equal_nodes([(rank,) for rank in senders]):
+            holdings, ranks = self._of_ranks[rank], [senders[i] for i in some]
+            for kind, number in enumerate(self._classes[id(holdings)]):  # few senders have a part of an expert
+                if number != NO_PART:
+                    of_senders[kind].append((ranks, list(holdings.boxes[number])))
         of_kinds = []
         for kind, first in enumerate(self.first):
-            of_senders = [([self._members.senders[i] for i in some], self._boxes(node, kind)) for node, some in senders]
             of_nodes = [(some, merge_boxes(self._boxes(node, kind))) for node, some in nodes]
             itemsize = self.dtypes[kind].itemsize
-            slots, missing = make_slots(self._manifest.shapes[first], itemsize, of_senders, of_nodes, limit, min_bytes)
+            slots, missing = make_slots(self._manifest.shapes[first], itemsize, of_senders[kind], of_nodes, limit, min_bytes)
             if missing is not None:
                 start, size = missing
                 raise ModelMismatch(

@@ -146,7 +146,8 @@ def _refuse_next(topology: Topology | None, error: Exception) -> None:
     """Publishes that this rank takes no part in its next load, and why."""
     control = (topology if topology is not None else Topology.default()).control
     if control.store is not None:
-        control.refuse(control.next_load(), make_error(kind_of(error), f"{error} [rank {control.rank}]"))
+        error.args = (f"{error} [rank {control.rank}]",)  # so that all ranks raise the same text
+        control.refuse(control.next_load(), make_error(kind_of(error), str(error)))
 
 
 def _refuse(call: Call, number: int, other: Call) -> Exception:

@@ -12,7 +12,7 @@ from pathlib import Path
 from epload.checkpoint import checksums, file_sets
 from epload.core import threads
 from epload.core.attempt import Attempt
-from epload.ranks.control import Control
+from epload.ranks.topology import Topology
 from epload.saving.folder import NewFolder
 from epload.transfer.affinity import read_threads
 
@@ -20,17 +20,18 @@ Digests = Mapping[str, Sequence[str]]
 """The digests of the chunks of files, by their names."""
 
 
-def hash_files(folder: NewFolder, control: Control) -> Digests:
+def hash_files(folder: NewFolder, topology: Topology) -> Digests:
     """Reads the files that all ranks have written, and returns their digests, on the first rank. Collective: each rank hashes
     some of the chunks. Raises LoadError, the same on every rank."""
-    ranks, paths = control.ranks, [folder.path_of(number) for number in range(len(folder.layout.names))]
+    control, ranks = topology.control, topology.control.ranks
+    paths = [folder.path_of(number) for number in range(len(folder.layout.names))]
     index = ranks.index(control.rank)
 
     def hash_own() -> list[str]:
         chunks = [(path, number) for path in paths for number in _chunks(path)][index :: len(ranks)]
         with control.working("hashes its part of the checkpoint") as done:
             steps = [partial(checksums.hash_chunk, *chunk, done) for chunk in chunks]
-            return threads.run_all("epload-hash", steps, read_threads(len(ranks)))
+            return threads.run_all("epload-hash", steps, read_threads(len(topology.node)))
 
     own = Attempt(hash_own)
     control.agree("hashing the files", own.failure, patience=2)

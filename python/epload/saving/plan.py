@@ -5,7 +5,7 @@ A tensor's elements are written once: ranks that have the same ones take parts o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes as dtype_names
 from epload.core.columns import first_of_each
 from epload.core.copy_table import Copy, CopyTable
+from epload.core.placement import Box
 from epload.core.views import View
 from epload.errors import ModelMismatch
 from epload.planning.cells import Slot, expand_slots, make_slots
@@ -45,10 +46,15 @@ def plan_writes(
         ModelMismatch: no rank has some elements of a tensor, or a tensor's dtype does not convert to that in the file.
     """
     kind_of = number_alike(manifest, of_ranks.values())
+    firsts = first_of_each(kind_of)
+    classes = {id(other.class_of): other.class_of[firsts].tolist() for other in of_ranks.values()}
     slots: list[list[Slot]] = []
+    """Those of each kind of tensors of which this rank may write some."""
     templates: list[list[Copy]] = []
-    for first in first_of_each(kind_of).tolist():
-        slots.append(_slots_of(manifest, first, of_ranks))
+    for kind, first in enumerate(firsts.tolist()):
+        numbers = {of_rank: classes[id(other.class_of)][kind] for of_rank, other in of_ranks.items()}
+        boxes = [((of_rank,), of_ranks[of_rank].boxes[number]) for of_rank, number in numbers.items() if number != NO_PART]
+        slots.append([slot for slot in _slots_of(manifest, first, boxes) if rank in slot.owners])
         number, shape, dtype = int(holdings.class_of[first]), manifest.shapes[first], manifest.dtypes[first]
         have = holdings.classes[number].dtype if number != NO_PART else None
         if have is not None and not dtype_names.converts(have, dtype):
@@ -56,9 +62,8 @@ def plan_writes(
                 f"{manifest.names[first]} is {dtype_names.name(have)}, which cannot be saved as {dtype_names.name(dtype)}"
             )
         for slot in slots[-1]:
-            own, view = rank in slot.owners, View.whole(shape).crop(*slot.box)
-            copies = copies_of_box(slot.box, holdings, number, dtype, True, view.strides, view.offset) if own else []
-            templates.append(copies)
+            view = View.whole(shape).crop(*slot.box)
+            templates.append(copies_of_box(slot.box, holdings, number, dtype, True, view.strides, view.offset))
     slot_of, tensor, owner = expand_slots(slots, kind_of)
     rows = (owner == rank).nonzero().flatten()
     position = layout.file * (int(layout.offset.max()) + 1) + layout.offset
@@ -68,12 +73,11 @@ def plan_writes(
     return table, torch.stack([layout.file[tensor[row]], layout.offset[tensor[row]] + table.offset], 1)
 
 
-def _slots_of(manifest: Manifest, tensor: int, of_ranks: Mapping[int, Holdings]) -> list[Slot]:
+def _slots_of(manifest: Manifest, tensor: int, boxes: Sequence[tuple[Sequence[int], Sequence[Box]]]) -> list[Slot]:
+    """``boxes``: those that ranks have."""
     name, shape, dtype = manifest.names[tensor], manifest.shapes[tensor], manifest.dtypes[tensor]
     if 0 in shape:
         return []
-    classes = {rank: int(holdings.class_of[tensor]) for rank, holdings in of_ranks.items()}
-    boxes = [((rank,), of_ranks[rank].boxes[number]) for rank, number in classes.items() if number != NO_PART]
     whole = ((0,) * len(shape), shape)
     slots, missing = make_slots(shape, dtype.itemsize, boxes, [((0,), [whole])], SLOT_BYTES, MIN_BYTES)
     if missing is not None:

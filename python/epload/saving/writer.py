@@ -129,7 +129,7 @@ def write_checkpoint(
         folder = created.value
         check_shared(topology, folder)
         control.agree("writing the checkpoint", Attempt(write_part).failure)
-        digests = hash_files(folder, control) if checksums else {}
+        digests = hash_files(folder, topology) if checksums else {}
         control.doing = "completes the checkpoint"
         completed = Attempt(lambda: complete() if is_first else "")
         report.checksums = control.agree(

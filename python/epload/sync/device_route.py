@@ -73,7 +73,7 @@ class DeviceRoute:
         self._plan = plan
         self._members = members
         self._control = control
-        self._staging_nodes = staging_nodes
+        self._staging_nodes = frozenset(staging_nodes)
         self._stages_among = next((len(node) for node in staging_nodes if control.rank in node), 0)
         """Ranks of this node, if it keeps whole versions; else 0."""
         self._waves = self._make_waves()

@@ -176,21 +176,27 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._view(func, fakes[0], args[1:], kwargs)
         if fakes:
             return self._derive(func, args, kwargs, fakes)
-        if touches and packet not in _VIEWS | _READ_NO_VALUES:
-            self._read_values(packet.__name__, tensors)
+        if touches and packet not in _VIEWS | _READ_NO_VALUES and (read := self._read_values(packet.__name__, tensors)):
+            return self._derive(func, args, kwargs, read)
         result = func(*args, **kwargs)
         storages = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         self._created |= storages - set(map(storage_of, tensors))
         return result
 
-    def _read_values(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Notes integer targets whose values are read. Raises RuntimeError for others, and for those that are written, too."""
-        written = {write.target for write in self.writes}
+    def _read_values(self, name: str, tensors: Sequence[Tensor]) -> list[_FakeTensor]:
+        """Returns a fake tensor for each target that has been written and is read. Notes integer targets whose values are read.
+        Raises RuntimeError for others."""
+        fakes, reason = list[_FakeTensor](), f"is read again with {name}"
         for tensor in filter(self._targets.share_storage, tensors):
             target, is_inexact = self._targets.containing(tensor), tensor.is_floating_point() or tensor.is_complex()
-            if target is None or target in written or is_inexact or tensor.is_meta:
+            sources = frozenset[int]().union(*(write.sources for write in self.writes if write.target == target))
+            if sources:
+                fakes.append(self._fake(_meta_of(tensor), _Provenance(sources, reason=reason)))
+            elif target is None or is_inexact or tensor.is_meta or any(write.target == target for write in self.writes):
                 raise self.reject(f"it reads a parameter's values with {name}")
-            self.inputs.add(target)
+            else:
+                self.inputs.add(target)
+        return fakes
 
     def _view(self, func: Any, fake: _FakeTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         packet, (_, view, reason, _) = func.overloadpacket, fake.provenance
@@ -242,7 +248,11 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target.numel() == 0:
             return target
         if isinstance(target, _FakeTensor):
-            raise self.reject(f"a tensor that it is given, or a copy, is changed by {name}")
+            own = target.provenance.sources
+            if any(fake is not target and not fake.provenance.sources.isdisjoint(own) for fake in self._fakes):
+                raise self.reject(f"a tensor that it is given, or a copy, is changed by {name} while there are others of it")
+            target.provenance = _Provenance(_sources_of([target, *fakes]), reason=f"is changed by {name}")
+            return target
         if self._targets.share_storage(target):
             self._write_target(func, target, args[1] if len(args) > 1 else None, fakes)
             return target

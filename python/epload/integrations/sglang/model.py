@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,8 @@ from epload.integrations.engine.model import EngineModel
 
 _PLAIN = (unquant.UnquantizedLinearMethod, unquant.UnquantizedEmbeddingMethod, unquant.UnquantizedFusedMoEMethod)
 _HOOK = "post_load_weights"
+_COMPUTED_ONCE = ("q_b_proj_qrep_weight", "w_kc_qrep", "_hpc_q_norm_w_fp32", "_jit_mix_ok")
+"""Attributes of modules with which these compute from values of weights that are made once (SGLang 0.5.23), if they have any."""
 
 
 class SglangModel(EngineModel):
@@ -70,10 +73,19 @@ class SglangModel(EngineModel):
 
     @torch.no_grad()
     def finish(self) -> None:
+        before = [(module, {**vars(module), **module._buffers}) for module in self.model.modules()]
         for module, options in self._deferred.items():
             getattr(module, _HOOK)(**options)
         for model in self._models:
             DefaultModelLoader.postprocess_weights(model, self._device)
+        holders = Counter(id(value) for _, attributes in before for value in attributes.values())
+        for module, attributes in before:  # what CUDA graphs compute with stays where it is
+            for name, old in attributes.items():
+                new = getattr(module, name, None)
+                if new is old or not isinstance(old, Tensor) or not isinstance(new, Tensor) or holders[id(old)] > 1:
+                    continue
+                if (old.shape, old.stride(), old.dtype, old.device) == (new.shape, new.stride(), new.dtype, new.device):
+                    setattr(module, name, old.copy_(new))
 
 
 def _for_this_thread(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -95,6 +107,13 @@ def check_updatable(model: nn.Module) -> None:
     """
     if copies_weights():
         raise ModelMismatch(f"--enable-amd-monokernel keeps copies of the weights of {type(model).__name__}; serve without it")
+    for module in model.modules():
+        for attribute in _COMPUTED_ONCE:
+            if (value := getattr(module, attribute, None)) is not None and value is not False:
+                raise ModelMismatch(
+                    f"a {type(module).__name__} of {type(model).__name__} computes values from its weights once ({attribute}), "
+                    "and SGLang would go on with those of the old weights; restart the engine to change them"
+                )
     for module, method in _modules_with_quant_method(model):
         reason = ""
         if type(method) not in _PLAIN:

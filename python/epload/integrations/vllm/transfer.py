@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -42,8 +43,8 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from vllm.platforms import current_platform
 
 from epload.core.log import logger
-from epload.errors import LoadError
-from epload.integrations.engine.model import EngineModel
+from epload.errors import LoadError, ModelMismatch
+from epload.integrations.engine.model import EngineModel, EngineTarget
 from epload.mapping.mapping import AnyMapping
 from epload.observe.render import count, show_bytes
 from epload.ranks.single_flight import preparing_call
@@ -55,6 +56,8 @@ BACKEND = "epload"
 _TIMEOUT = 1800.0
 _SENDER_OPTIONS = ("mapping", "delta", "timeout", "verify")
 _RECEIVER_OPTIONS = ("timeout", "verify", "stage", "strict")
+_COMPUTED_ONCE = ("_merged_conv_weight", "_wp_fp32", "fold_router_output_multiplier")
+"""Attributes of modules that compute something from weights once, and not again for others (GLM-5-Next, Muse Spark)."""
 
 
 @dataclass
@@ -256,6 +259,16 @@ class VllmModel(EngineModel):
         self._tied = {tensor for tensor, number in counts.items() if number > 1}
         """Identities of the parameters that several layers have."""
 
+    def sync_target(self, strict: bool) -> EngineTarget:
+        """See :class:`EngineModel`. Raises ModelMismatch, too, for a model that would compute with values of older weights."""
+        for name, module in self.model.named_modules():
+            if computed := [attribute for attribute in _COMPUTED_ONCE if hasattr(module, attribute)]:
+                raise ModelMismatch(
+                    f"{name}, a {type(module).__name__}, computes values from its weights once ({computed[0]}), and vLLM would "
+                    "go on with those of the old weights; restart the engine to change them"
+                )
+        return super().sync_target(strict)
+
     def tensors(self) -> dict[str, Tensor]:
         """All but what attention layers compute from other weights after loading, such as the matrices of MLA."""
         computed = {
@@ -400,6 +413,8 @@ def _is_processed(layer: nn.Module) -> bool:
     """Returns True if vLLM may change the layer's tensors after loading."""
     method = getattr(layer, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase) or is_deferred_attention_layer(layer):
+        return False
+    if isinstance(layer, BaseLayerWithLoRA):  # shows the method of the layer in it
         return False
     if type(method).process_weights_after_loading is QuantizeMethodBase.process_weights_after_loading:
         return False
