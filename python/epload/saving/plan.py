@@ -49,7 +49,7 @@ def plan_writes(
     firsts = first_of_each(kind_of)
     classes = {id(other.class_of): other.class_of[firsts].tolist() for other in of_ranks.values()}
     slots: list[list[Slot]] = []
-    """Those of each kind of tensors of which this rank may write some."""
+    """The slots of each kind of tensors that this rank may write."""
     templates: list[list[Copy]] = []
     for kind, first in enumerate(firsts.tolist()):
         numbers = {of_rank: classes[id(other.class_of)][kind] for of_rank, other in of_ranks.items()}

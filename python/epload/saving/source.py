@@ -46,7 +46,7 @@ class SavedModel:
     holdings: Holdings
     """This rank's."""
     rules: str
-    """What the manifest and the holdings follow from, equal on all ranks."""
+    """A text of the rules that the manifest and the holdings follow from, equal on all ranks."""
     config: dict[str, bytes]
     """Small files that belong to the model, by name."""
     stem: str
