@@ -403,3 +403,18 @@ def test_a_file_is_opened_once(tmp_path: Path) -> None:
         loader.load(model, tmp_path)
         assert sorted(name for name in opened if name) == [f"part-{number}.safetensors" for number in range(3)]
     active = False
+
+
+def test_a_relative_path_stays_that_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory may change after it was opened; messages have the path as it was passed."""
+    monkeypatch.chdir(tmp_path)
+    save_file({"weight": torch.ones(2, 2)}, "m.safetensors")
+    opened, model = Checkpoint.open("m.safetensors"), nn.Linear(2, 2, bias=False)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for _ in range(2):  # the second load opens the file again
+        epload.load(model, opened, progress=False)
+    assert bool((model.weight == 1).all())
+    (tmp_path / "m.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"^m\.safetensors was removed"):
+        epload.load(model, opened, progress=False)

@@ -37,9 +37,10 @@ class LocalFile(StoredFile):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises OSError, also if it is not a regular file."""
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # wherever the process is when it opens the file again
+        self._shown = str(path)
         self.name = self.path.name
-        self._fd = open_regular(self.path)
+        self._fd = open_regular(Path(path))  # whose messages have it as it was passed
         self._status = os.fstat(self._fd)
         for _ in range(_SETTLING_ROUNDS):
             if not (nanoseconds := _settling_time(self._status)):
@@ -69,7 +70,7 @@ class LocalFile(StoredFile):
         try:
             self._fd = open_regular(self.path)
         except OSError as error:
-            failure = f"cannot read {self.path}: {error.strerror}"
+            failure = f"cannot read {self}: {error.strerror}"
         if changed := self.changed():
             failure = f"{changed} after it was opened; load again"
         if failure:
@@ -103,7 +104,7 @@ class LocalFile(StoredFile):
             difference = "was removed"
         except OSError as error:
             difference = f"is no longer accessible ({error.strerror})"
-        return f"{self.path} {difference}" if difference else ""
+        return f"{self} {difference}" if difference else ""
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -114,7 +115,7 @@ class LocalFile(StoredFile):
         self.close()
 
     def __str__(self) -> str:
-        return str(self.path)
+        return self._shown
 
 
 def _difference(before: os.stat_result, now: os.stat_result) -> str:
