@@ -335,6 +335,7 @@ def test_what_passes_leave_unsharded_is_filled(rank: int) -> None:
                     loader.load(model, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
                 use(model)
                 loader.load(model, state)
+                assert remembers(loader, model), f"{use.__name__}, {again}"
             result = model(X)
             assert torch.allclose(result, reference(X)), f"{use.__name__}, {again}: the next pass has other weights"
             (result.sum() * 0).backward()

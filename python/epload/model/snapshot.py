@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from epload.model import dtensor
 from epload.model.memory import may_overlap, wraps_tensors
 from epload.model.modules import Modules
-from epload.model.state_dict import ATTRIBUTES, describe_custom_loading
+from epload.model.state_dict import ATTRIBUTES, describe_custom_loading, has_state_hooks
 from epload.model.targets import Targets
 
 _dicts = attrgetter("_parameters", "_buffers", "_modules")
@@ -135,7 +135,7 @@ class Snapshot:
         if next_id != self._next_hook_id:
             modules = [module for reference in self._modules if (module := reference()) is not None]
             for module in modules:
-                if module._state_dict_hooks or module._state_dict_pre_hooks or describe_custom_loading("", module):
+                if has_state_hooks(module) or describe_custom_loading("", module):
                     return True
             self._next_hook_id = next_id
         return False

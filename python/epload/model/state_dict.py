@@ -29,6 +29,7 @@ _HARMLESS_PACKAGES = ("torch", "transformers", "peft", "accelerate", "litgpt", "
 """Packages whose load hooks only rename keys of old checkpoints, handle sharding, which is done anyway, or take extra state."""
 _ONLY_EXTRA_STATE = ("megatron", "transformer_engine")
 """Packages whose modules add no more than extra state to their state dict."""
+_FSDP2 = "torch.distributed.fsdp._fully_shard."
 _STATE_METHODS = frozenset(("state_dict", "_save_to_state_dict", "get_extra_state"))
 _LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")
 _OFFLOADING = "_hf_hook", "_diffusers_hook"
@@ -57,8 +58,7 @@ def read_state(
         _check_not_offloaded(prefix[:-1] or "the model", module)
         dtensor.check_packed(prefix, module)
         shown = prefix.replace(_CHECKPOINT_PREFIX, "")  # activation checkpointing, whose wrappers do not show in names
-        hooked = module._state_dict_hooks or module._state_dict_pre_hooks
-        if hooked or type(module) in own_state or not _STATE_METHODS.isdisjoint(vars(module)):
+        if has_state_hooks(module) or type(module) in own_state or not _STATE_METHODS.isdisjoint(vars(module)):
             customized.append((shown, module))
         if _custom_loading(module):
             custom_loading.append((shown, module))
@@ -88,6 +88,13 @@ def read_state(
     unsaved_buffers = {name for name, tensor in unsaved if not tensor.is_meta}
     unsaved_meta = {name: tensor for name, tensor in unsaved if tensor.is_meta and id(tensor) not in saved}
     return entries, unsaved_buffers, unsaved_meta, plain
+
+
+def has_state_hooks(module: nn.Module) -> bool:
+    """Returns True if a hook may change what a module's state dict shows. FSDP2's, which comes with the first forward pass,
+    reshards the module, which is done anyway."""
+    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
+    return any(not (getattr(hook, "__module__", None) or "").startswith(_FSDP2) for hook in hooks)
 
 
 def _hide_own(shown: Sequence[NamedTensor], own: Sequence[NamedTensor], customized: Iterable[NamedModule]) -> tuple[str, ...]:
