@@ -83,6 +83,14 @@ def test_a_model_that_is_partly_on_meta_is_refused(persistent: bool, tmp_path: P
         load(model, path, strict=False)
 
 
+def test_tensors_that_load_weights_takes_in_full_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They take longer, and memory next to the model."""
+    path, _ = saved(tmp_path, torch.float32)
+    with caplog.at_level("INFO", logger="epload"):
+        load(Computing(0), path)
+    assert "load_weights takes 1 tensor in full, the first is down (is changed by mul)" in caplog.text
+
+
 def test_what_is_not_written_is_an_error(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, torch.float32, without="norm")
     for kind in (Engine, Computing):

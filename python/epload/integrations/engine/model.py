@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from epload.checkpoint.manifest import Manifest
 from epload.core.default_device import callers_default_device
+from epload.core.log import logger
 from epload.core.placement import Box
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
@@ -25,7 +26,7 @@ from epload.integrations.engine.targets import EngineTargets, covers
 from epload.integrations.engine.trace import LoadWeights
 from epload.model.memory import storage_of
 from epload.model.targets import Targets
-from epload.observe.render import list_first, list_keys
+from epload.observe.render import count, list_first, list_keys
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.sync.arrival import TensorLayout, layout_of
 from epload.sync.targets import Target
@@ -140,6 +141,9 @@ class EngineTarget(Target):
         with callers_default_device(), self._engine.recordable():
             tensors = self._engine.tensors()
             self.recording = record(self._engine.load_weights, manifest, tensors)
+        if passed_through := self.recording.passed_through:
+            name, reason = next(iter(passed_through.items()))
+            logger.info("load_weights takes %s in full, the first is %s (%s)", count(len(passed_through), "tensor"), name, reason)
         if self.recording.written is not None:
             self._check(tensors, self.recording.written)
         return tensors
