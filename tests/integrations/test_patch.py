@@ -182,3 +182,21 @@ def test_verl_and_skyrl_fsdp2_load_full_state_dict(rank: int) -> None:
             assert model.w.is_meta == (rank > 0), f"{text}: something has moved"
         hollow = fully_shard(on_meta(Rotary), mesh=mesh(("all", 4)))  # nobody has the buffer
         must_be_refused_by_all(partial(load, hollow, on_rank_0(values)), "fills 1 tensor on meta: inv_freq")
+
+
+class TwoTables(nn.Module):
+    """Makes its buffers in the order of a set, which differs from process to process."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3))
+        for name in names:
+            self.register_buffer(name, torch.full((2,), float(len(name))), persistent=False)
+
+
+@on_ranks(2)
+def test_buffers_of_one_shape_stay_apart_whatever_the_order_in_which_ranks_make_them(rank: int) -> None:
+    for load in (verl.fsdp2_load_full_state_dict, skyrl.fsdp2_load_full_state_dict):
+        model: Any = TwoTables(["full", "sliding"] if rank == 0 else ["sliding", "full"])
+        load(model, {"w": torch.ones(3)} if rank == 0 else {})
+        assert (model.full.tolist(), model.sliding.tolist()) == ([4.0] * 2, [7.0] * 2)

@@ -164,9 +164,8 @@ def make_trainer(meeting: Meeting, folder: Path, workers: int, **options: Any) -
     from vllm.distributed.weight_transfer import ModuleSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    from epload.integrations.vllm import EploadTrainerInitInfo, register
+    from epload.integrations.vllm import EploadTrainerInitInfo
 
-    register()
     model = fsdp(read_model(folder), shard=2)
     info = EploadTrainerInitInfo("127.0.0.1:0", workers, rank=dist.get_rank(), timeout=200, **options)
     client = Client(meeting, workers)

@@ -299,6 +299,25 @@ def test_an_engine_whose_weights_sleep_is_woken_up_first(tag: str, asleep: bool,
     assert engine._receiver.commit.called is not refused[1]
 
 
+def test_experts_of_an_engine_that_sleeps_are_not_recorded() -> None:
+    """Their map, which the loaders read, has no memory then."""
+    from vllm.device_allocator import AllocationData
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    from epload.integrations.vllm.transfer import VllmModel
+
+    model = nn.ModuleDict({"experts": nn.Linear(2, 2)})
+    model.load_weights = lambda weights: None
+    target = VllmModel(model, SimpleNamespace(model_config=None), torch.device("cpu"))
+    allocator = SimpleNamespace(pointer_to_data={1: AllocationData((0, 1, 1, 1), "weights", is_asleep=True)})
+    with mock.patch.object(CuMemAllocator, "instance", allocator):
+        with target.recordable():
+            pass
+        model["experts"].register_buffer("_expert_map", torch.zeros(2), persistent=False)
+        with pytest.raises(epload.LoadError, match=r"wake_up"), target.recordable():
+            pass
+
+
 class LocalClient:
     """A trainer's view of an engine that does not answer, or whose answer is an error."""
 

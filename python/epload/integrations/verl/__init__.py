@@ -32,7 +32,7 @@ def fsdp2_load_full_state_dict(
     buffers = {
         id(buffer): buffer
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in sorted(module._buffers.items())  # made in another order on each rank where a class goes by a set
         if buffer is not None and name in module._non_persistent_buffers_set and not isinstance(buffer, DTensor)
     }
     coalesced_bcast(list(buffers.values()), src=0)

@@ -62,7 +62,7 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._version = 0
 
     def prepare(self) -> dict[str, Any]:
-        pending = _free_address(self._host or ray.util.get_node_ip_address()) if self._is_master else ""
+        pending = _free_address((self._host or ray.util.get_node_ip_address()).strip("[]")) if self._is_master else ""
         return {"address": self._address, "receivers": self._receivers, "pending": pending}
 
     @classmethod

@@ -1,6 +1,6 @@
 """vLLM: its weight transfer over epload, and epload as its model loader. Tried with vLLM 0.33.
 
-vLLM finds both by itself, through the entry point of its plugins.
+vLLM's engines find both through the entry point of its plugins; a trainer finds them because it imports this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, perhaps several times."""
+    """Called by vLLM in each process of an engine, perhaps several times."""
     for factory, engine in (
         (WeightTransferEngineFactory, EploadWeightTransferEngine),
         (WeightTransferTrainerFactory, EploadTrainerWeightTransferEngine),
@@ -35,3 +35,6 @@ def register() -> None:
             factory.register_engine(BACKEND, engine.__module__, engine.__name__)
     if LOAD_FORMAT not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
         model_loader.register_model_loader(LOAD_FORMAT)(EploadModelLoader)
+
+
+register()

@@ -302,6 +302,8 @@ class VllmModel(EngineModel):
 
     @contextmanager
     def recordable(self) -> Iterator[None]:
+        if any(getattr(module, "_expert_map", None) is not None for module in self.model.modules()):
+            _check_awake()  # loaders read this map, which sleeps, too
         still_open = frozenset(self._open)
         layers = [layer for layer in self.model.modules() if _is_processed(layer)]
         try:
