@@ -4,9 +4,11 @@ file, or which file it stands for, changes between loads. See tests/model/test_s
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -239,6 +241,14 @@ def test_what_megatron_has_cast_is_cast_anew() -> None:
     model = MegatronChunks([Chunk(), Chunk()])
     forget_casts(model)
     assert [chunk.is_first for chunk in model] == [True, True]
+
+
+def test_the_scale_that_torchao_has_computed_for_the_next_pass_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    model: Any = nn.Linear(2, 2)
+    model.weight._precomputed_scale = torch.ones(())
+    epload.load(model, {"weight": torch.ones(2, 2), "bias": torch.ones(2)}, progress=False)
+    assert model.weight._precomputed_scale is None
 
 
 def test_what_autocast_has_cast_is_cast_anew() -> None:

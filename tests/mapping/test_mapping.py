@@ -265,3 +265,11 @@ def test_a_shift_applies_however_the_number_is_written(reference: str) -> None:
     assert rename.apply(["blocks.1.w", "blocks.12.w"]) == ["layers.0.ww", "layers.11.ww"]
     with pytest.raises(ValueError, match="the number to which shift and divide apply"):
         Rename(r"^blocks\.(\d+)\.", "layers.", shift=-1)
+
+
+def test_a_stage_of_a_pipeline_that_lacks_what_its_head_is_tied_to() -> None:
+    ties = Mapping(ties=(("embed", "head"),))
+    value = torch.rand(3, 2)
+    assert torch.equal(assemble(ties, {"embed": value}, {"head": (3, 2)})["head"], value)
+    both = {"embed": value, "head": value + 1}  # whose values may differ
+    assert torch.equal(assemble(ties, both, {"head": (3, 2)})["head"], value + 1)

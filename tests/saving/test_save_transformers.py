@@ -19,8 +19,9 @@ import epload
 from epload.cli.main import main
 from support import ranks
 from support.checkpoints import assert_same, read_all, read_folder
-from support.findings import differing
-from support.pretrained import by_the_library, fsdp, random
+from support.findings import differing, must_be_refused_by_all
+from support.on_ranks import on_ranks
+from support.pretrained import build, by_the_library, fsdp, random
 
 FSDP, HSDP = partial(fsdp, shard=4), partial(fsdp, replicate=2, shard=2)
 TP, EP = partial(by_the_library, tp_size=2, fsdp_size=2), partial(by_the_library, ep_size=2, fsdp_size=4)
@@ -188,3 +189,30 @@ def test_a_tie_that_no_class_declares_is_refused(tmp_path: Path) -> None:
         with pytest.raises(epload.ModelMismatch, match=text):
             epload.save(wrapped, tmp_path / "ours")
     epload.save(model, tmp_path / "ours", mapping=epload.Mapping())  # for loads that do not depend on the library
+
+
+@on_ranks(2)
+def test_experts_of_one_rank_that_nothing_describes_are_refused(rank: int, tmp_path: Path) -> None:
+    """Tools that divide experts by themselves replace parameters by parts of them: they would be taken for replicas."""
+    model: Any = build("qwen3_moe")
+    for module in model.modules():
+        for name, stack in list(module.named_parameters(recurse=False)) if hasattr(module, "gate_up_proj") else ():
+            setattr(module, name, torch.nn.Parameter(stack.detach().chunk(2)[rank].clone()))
+    texts = "mlp.experts.gate_up_proj has shape", "one rank's part", "LoadOptions.outer_shards"
+    must_be_refused_by_all(partial(epload.save, model, tmp_path / "saved"), *texts)
+    model.config.num_experts //= 2  # as of a model that was pruned
+    epload.save(model, tmp_path / "saved")
+
+
+class Engine(torch.nn.Module):
+    """Has a model as its module, as engines of DeepSpeed and Fabric do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = build("llama")
+
+
+def test_an_engine_around_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a Engine has a LlamaForCausalLM as its module, .* pass this module"):
+        epload.save(Engine(), tmp_path / "saved")
+    epload.save(Engine(), tmp_path / "saved", mapping=epload.Mapping())

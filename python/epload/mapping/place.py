@@ -148,7 +148,7 @@ class _Placer:
         """Places tensors that are not converted, each in one target."""
         for source in sources:
             name, shape = self.names[source], self.shapes[source]
-            target = self.find(renamed[source]) or self.find(name)
+            target = self.find(renamed[source]) or self.find(name) or self._tied_to(renamed[source], shape, renamed)
             if target is None:
                 continue
             if shape == self.targets[target]:
@@ -158,6 +158,12 @@ class _Placer:
                 other = "" if target == name else f"{target} has shape "
                 text = f"{list(shape)}, but {other}{list(self.targets[target])} in the model"
                 self.mismatches.append((target, (source,), f"{name} has shape {text}"))
+
+    def _tied_to(self, name: str, shape: Shape, renamed: Sequence[str]) -> str | None:
+        """Returns the tensor of the model that is tied to one that the model lacks, as a stage of a pipeline may, and that the
+        checkpoint has under the other's name alone."""
+        others = [other for a, b in self.mapping.ties for one, other in ((a, b), (b, a)) if one == name]
+        return next((o for o in others if self.targets.get(o) == shape and o not in self.filled and o not in renamed), None)
 
     def _fill(self, target: str, source: int) -> None:
         if (other := self.filled.setdefault(target, source)) != source:

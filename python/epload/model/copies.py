@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,9 +15,13 @@ from epload.model.megatron import MegatronChunks
 
 
 def forget_casts(model: nn.Module) -> None:
-    """Makes the next forward pass cast weights anew: ``torch.autocast`` keeps what it has cast until its region ends, and
-    Megatron keeps fp8 weights for the microbatches of a step."""
+    """Makes the next forward pass cast weights anew: ``torch.autocast`` keeps what it has cast until its region ends, torchao the
+    scale that a training step has computed for the next pass, and Megatron fp8 weights for the microbatches of a step."""
     torch.clear_autocast_cache()
+    for parameter in model.parameters() if "torchao" in sys.modules else ():
+        local: Any = getattr(parameter, "_local_tensor", parameter)
+        if getattr(local, "_precomputed_scale", None) is not None:
+            local._precomputed_scale = None
     chunks: Iterable[Any] = model if isinstance(model, MegatronChunks) else ()
     for chunk in chunks:
         chunk.set_is_first_microbatch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Mapping as Shapes
 from dataclasses import replace
 from functools import reduce
 from itertools import chain
@@ -11,6 +12,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from epload.checkpoint.base import Checkpoint
@@ -25,8 +27,8 @@ from epload.mapping.mapping import AnyMapping, Mapping, apply_renames, ignored_k
 from epload.mapping.place import Place, place
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.transformers import checkpoint_form
-from epload.mapping.wrappers import TRAINED_COPY, names_added_by_adapters, unwrap
-from epload.model.initialization import is_diffusers
+from epload.mapping.wrappers import TRAINED_COPY, is_from_package, names_added_by_adapters, unwrap
+from epload.model.initialization import is_diffusers, is_pretrained, new_on_meta
 from epload.model.megatron import MegatronChunks
 from epload.model.targets import Targets
 from epload.observe.render import list_keys
@@ -38,6 +40,12 @@ _Region = tuple[int, View]
 
 def check_names(model: nn.Module, mapping: AnyMapping, names_from: Any) -> None:
     """Raises ValueError if the names cannot be derived from the mapping."""
+    inner: Any = unwrap(model, ())[0]
+    if is_from_package(wrapped := getattr(inner, "module", None), "transformers") and mapping == "auto" and names_from is None:
+        raise ValueError(
+            f"a {type(inner).__name__} has a {type(wrapped).__name__} as its module, whose names and configuration a checkpoint "
+            "needs; pass this module"
+        )
     own_rules = isinstance(mapping, Mapping) and (mapping.renames or mapping.converts)
     if own_rules and names_from is None and not isinstance(model, MegatronChunks):
         raise ValueError(
@@ -77,6 +85,7 @@ def catalog(
         own, names = _bare_names(rules, targets, shapes)
         sizes = [shapes[name] for name in own]
         inner = unwrap(model, targets.index)[0]
+        _check_stacks(inner, dict(zip(names, sizes, strict=True)))
         if (rules.renames or rules.converts) and not is_diffusers(type(inner)):  # whose renames are for old checkpoints
             kinds = [(dtypes[name], shapes[name]) for name in own]
             names, sizes = checkpoint_form(inner, dict(zip(names, kinds, strict=True)))
@@ -94,6 +103,25 @@ def catalog(
     manifest = Manifest(tuple(names[i] for i in used), tuple(unpadded), of_tensors, "the model")
     text = repr(replace(rules, ties=()))  # of the tied tensors, ranks may have only some
     return manifest, [placed[i] for i in used], [sizes[i] for i in used], text
+
+
+def _check_stacks(inner: Any, shapes: Shapes[str, Shape]) -> None:
+    """Raises ModelMismatch if a rank has some of the experts that a class of transformers stacks in one tensor, and nothing says
+    which: all ranks would be taken to have the same ones.
+
+    ``shapes``: of the model's tensors, by name."""
+    stacks = {name: shape for name, shape in shapes.items() if len(shape) == 3}
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    whole = None if alone or not stacks or not is_pretrained(type(inner)) else new_on_meta(inner)
+    for name, parameter in whole.named_parameters() if whole is not None else ():
+        shape, expected = stacks.get(name, parameter.shape), tuple(parameter.shape)
+        if shape != expected and len(shape) == len(expected) and all(map(int.__le__, shape, expected)):
+            raise ModelMismatch(
+                f"{name} has shape {list(shape)}, and {list(expected)} by the model's configuration: it seems to be one rank's "
+                "part, of which nothing says where it belongs, and would be taken for a replica. Load the model with "
+                "LoadOptions.outer_shards, which saves and senders remember, or divide it by DTensor; if it has no more experts, "
+                "say so in its configuration"
+            )
 
 
 def _common_dtype(name: str, of_parts: set[torch.dtype]) -> torch.dtype:
