@@ -10,6 +10,7 @@ import torch
 from epload.checkpoint.checksums import AnyChecksums
 from epload.checkpoint.file_sets import DCP_ROOT
 from epload.core.default_device import on_cpu
+from epload.core.log import logger
 from epload.loading.loader import SingleLoad
 from epload.loading.request import LoadOptions
 from epload.loading.values import agree_on_values
@@ -19,6 +20,7 @@ from epload.mapping.precision import AnyDTypes
 from epload.model.flat_state import assign
 from epload.model.initialization import InitMissing
 from epload.model.megatron import Model
+from epload.observe.render import list_first
 from epload.planning.schedule import WAVE_BYTES, Algorithms, Readers
 from epload.ranks.single_flight import Call, exclusive, preparing_call
 from epload.ranks.topology import Topology, as_timedelta
@@ -198,5 +200,7 @@ def load_state(
     )  # fmt: skip
     for name, value in values.items():
         assign(state, flat.paths[name], value)
+    if missing:
+        logger.warning("the checkpoint has no value for %s, which keep theirs", list_first(missing, 10))
     report.missing_keys += missing
     return report

@@ -396,7 +396,7 @@ def _linear() -> nn.Module:
 
 
 ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "dtype": (_linear, {"dtype": 16}, r"expected dtype to be a floating-point dtype of .*bfloat16, fp64.*, got 16"),
+    "dtype": (_linear, {"dtype": 16}, r"expected dtype to be a floating-point dtype, .*bfloat16, fp64.*, got 16"),
     "dtypes": (_linear, {"dtype": {"weight": 2.5}}, r"expected dtype\['weight'\] to be .*, got 2\.5"),
     "patterns": (_linear, {"dtype": {0: "bf16"}}, "expected the keys of dtype as regular expressions, got 0"),
     "verify": (_linear, {"verify": "full"}, "expected verify to be a bool, got 'full'; pass verify=True to prove"),
@@ -452,7 +452,7 @@ def test_a_dtype_of_no_weights_names_the_argument(dtype: Any, tmp_path: Path) ->
         lambda: epload.convert(tmp_path / "m.safetensors", tmp_path / "converted", dtype=dtype),
     ):
         kinds = (ValueError, TypeError) if isinstance(dtype, dict) else (ValueError,)
-        must_raise(kinds, r"expected dtype.* to be a floating-point dtype of .* such as torch\.bfloat16, or one of", call)
+        must_raise(kinds, r"expected dtype.* to be a floating-point dtype, such as torch\.bfloat16, or one of", call)
     assert os.listdir(tmp_path) == ["m.safetensors"]
 
 

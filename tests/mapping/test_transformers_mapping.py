@@ -303,7 +303,7 @@ def test_a_version_that_declares_no_conversions_is_named(monkeypatch: pytest.Mon
     )
 
 
-def test_scales_of_activations_are_ignored_as_from_pretrained_does() -> None:
+def test_scales_of_activations_are_ignored() -> None:
     """Fp8 checkpoints with static activations have them, and models that quantize activations as they go do not."""
     sizes = {"vocab_size": 33, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     model = LlamaForCausalLM(LlamaConfig(**sizes))

@@ -182,6 +182,8 @@ def mistaken(rank: int, folder: Path) -> dict[str, tuple[str, str]]:
     for name, (kind, wrong, _) in MISTAKES.items():
         seen[name] = raised(lambda: by_kind[kind](**(wrong if rank == 1 else {})))  # noqa: B023
         dist.barrier()
+        seen[f"{name} on all ranks"] = raised(lambda: by_kind[kind](**wrong))  # noqa: B023
+        dist.barrier()
         for call in by_kind.values():
             call()
     return seen
@@ -189,8 +191,9 @@ def mistaken(rank: int, folder: Path) -> dict[str, tuple[str, str]]:
 
 def test_a_mistake_of_one_rank_ends_the_call_on_all(tmp_path: Path) -> None:
     here, there = ranks.run(2, mistaken, tmp_path)
+    assert here == there
     for name, (_, _, kind) in MISTAKES.items():
-        assert here[name] == there[name], name
+        assert here[f"{name} on all ranks"][0] == kind
         assert (here[name][0], here[name][1].endswith(" [rank 1]")) == (kind, True)
 
 
@@ -227,13 +230,13 @@ def sleeps(rank: int, folder: Path) -> str:
     _, by_kind = calls(topology, folder)
     if rank == 0:
         return raised(by_kind["load"])[1]
-    with pytest.raises(LoadError), preparing_call(topology):
+    with pytest.raises(LoadError) as error, preparing_call(topology):
         raise LoadError("the engine sleeps")
-    return ""
+    return str(error.value)
 
 
 def test_an_error_of_another_call_ends_the_one_that_it_prepares(tmp_path: Path) -> None:
-    assert ranks.run(2, sleeps, tmp_path)[0] == "the engine sleeps before the call [rank 1]"
+    assert ranks.run(2, sleeps, tmp_path) == ["the engine sleeps before the call [rank 1]"] * 2
 
 
 class Unprintable(Exception):

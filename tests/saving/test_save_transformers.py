@@ -216,3 +216,5 @@ def test_an_engine_around_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a Engine has a LlamaForCausalLM as its module, .* pass this module"):
         epload.save(Engine(), tmp_path / "saved")
     epload.save(Engine(), tmp_path / "saved", mapping=epload.Mapping())
+    averaged = torch.optim.swa_utils.AveragedModel(build("llama"))  # which counts, too
+    epload.save(averaged, tmp_path / "averaged")

@@ -128,7 +128,7 @@ def join_source(source: Any, manifest: Manifest, progress: Progress | None = Non
 def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
     """Returns the entries of a DCP folder that are no tensors, each as ``torch.save`` wrote it, by name. Not those that it lacks.
     Raises CheckpointError."""
-    if not isinstance(source, str | os.PathLike) or hub.parse(source) is not None:
+    if not names or not isinstance(source, str | os.PathLike) or hub.parse(source) is not None:
         return {}
     with located(source) as (store, file_name):
         if file_name or file_sets.DCP not in store.names([file_sets.DCP]):

@@ -81,11 +81,11 @@ def requested(argument: str, passed: object) -> torch.dtype:
     if isinstance(passed, str):
         text = passed.removeprefix("torch.")
         dtype = _SHORT.get(text, getattr(torch, text, None))
-    if isinstance(dtype, torch.dtype) and is_wide(dtype):
+    if isinstance(dtype, torch.dtype) and dtype in TABLE and dtype.is_floating_point:
         return dtype
     kind = ValueError if isinstance(passed, str | torch.dtype) else TypeError
     raise kind(
-        f"expected {argument} to be a floating-point dtype of at least 16 bits, such as torch.bfloat16, or one of its names "
+        f"expected {argument} to be a floating-point dtype, such as torch.bfloat16, or one of its names "
         f"({', '.join(FLOAT_NAMES)}), got {passed!r}"
     )
 

@@ -33,7 +33,7 @@ def agree_on_values(
             raw = {name: _saved(source_state.others[name]) for name in flat.others if name in source_state.others}
         if control.rank == src:
             raw = read_objects(source, list(flat.others)) | raw
-        contents = {name: base64.b85encode(content).decode() for name, content in raw.items()}
+        contents = {name: base64.b64encode(content).decode() for name, content in raw.items()}
         return flat, source, (sorted(flat.others), contents if control.rank == src else {})
 
     def choose(views: dict[int, Any]) -> dict[str, str]:
@@ -74,12 +74,13 @@ def _saved(value: Any) -> bytes:
 
 def _value(name: str, content: str) -> Any:
     try:
-        stream = io.BytesIO(base64.b85decode(content))
+        stream = io.BytesIO(base64.b64decode(content))
         check_pickles(stream)
         value = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"the value of {name} cannot be loaded without executing what it names, or is damaged: {message_of(error)[:500]}"
+            f"the value of {name} cannot be loaded without executing what it names, or is damaged: "
+            f"{message_of(error).rpartition('WeightsUnpickler error: ')[2][:500]}"
         ) from error
     if isinstance(value, Tensor):
         raise CheckpointError(f"{name} is a tensor in the checkpoint, and none in the state dict")

@@ -174,8 +174,9 @@ def _check_tensor_parallel(model: Any, converters: Iterable[Any]) -> None:
 
 
 def _ignored_patterns(model: Any, modules: Iterable[tuple[str, Any]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns patterns of unexpected and of missing keys that the library does not report, as in its
-    ``_adjust_missing_and_unexpected_keys``. Sorted, because ranks compare mappings by their text."""
+    """Returns patterns of unexpected and of missing keys that are no error: those that the library does not report, as in its
+    ``_adjust_missing_and_unexpected_keys``, and scales of activations, without which it loads a checkpoint, too. Sorted, because
+    ranks compare mappings by their text."""
     unexpected = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     unexpected.add(r"\.(activation|input)_scale$")  # of fp8 checkpoints, for models that quantize activations as they go
     missing = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())

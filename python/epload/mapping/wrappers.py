@@ -43,7 +43,7 @@ _SCALES = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use
 """Fields of an adapter's configuration on which it depends what is computed with its tensors."""
 _OTHER_SCALES = (
     "alpha", "scaling", "random_loc_seed", "randlora_alpha", "apply_GS", "use_cayley_neumann", "num_cayley_neumann_terms",
-    "group_size", "projection_prng_key", "alora_invocation_tokens", "trainable_token_indices", "token_indices", "coft", "eps",
+    "group_size", "projection_prng_key", "alora_invocation_tokens", "trainable_token_indices", "token_indices", "coft",
     "act_fn", "wavelet_family", "use_idwt", "psoft_alpha", "shadow_alpha", "projection_seed", "proj_seed",
 )  # fmt: skip
 """Fields that files of older versions, or those of other methods, may lack."""

@@ -22,6 +22,7 @@ from epload.model.dtensor import Mesh, mesh_of
 from epload.model.expert_parallel import OuterShard, Parts, check_patterns, global_name, loaded_as, outer_shard
 from epload.model.flat_state import FlatState
 from epload.model.megatron import MegatronChunks
+from epload.model.memory import storage_of
 from epload.model.modules import Modules
 from epload.model.state_dict import read_state
 from epload.native import ops
@@ -199,9 +200,8 @@ def collect(
         sharding = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         if owner == number:
             _check_loadable(name, local, filled)
-            if overlap and _is_dense(local) and local.numel() and local.data_ptr():  # not freed, as by FSDP
-                elements = local.data_ptr(), local.shape, local.stride(), local.dtype
-                owner = by_memory.setdefault((elements, sharding), number)
+            if (memory := _memory_of(local, tensor, overlap)) is not None:
+                owner = by_memory.setdefault((memory, sharding), number)
                 targets.has_aliases |= owner != number
         if owner != number:
             targets.index[global_name(expert_parallel, name) or name] = by_id[id(tensor)] = owner
@@ -259,6 +259,18 @@ def _check_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
             f"{pair[0]} and {pair[1]} share part of their memory, so that filling one would overwrite the other; "
             "clone() one of them, or keep it out of the state dict"
         )
+
+
+def _memory_of(local: Tensor, tensor: Tensor, overlap: bool) -> object:
+    """Returns what tensors with the same elements in memory have in common; None for one that shares none, or was freed, as by
+    FSDP.
+
+    ``overlap``: whether any may share some."""
+    if not _is_dense(local):
+        return None
+    if not local.numel():  # a shard without elements, whose address says nothing
+        return (storage_of(local), local.shape, local.dtype) if tensor.numel() else None
+    return (local.data_ptr(), local.shape, local.stride(), local.dtype) if overlap and local.data_ptr() else None
 
 
 def _check_whole(name: str, tensor: Tensor) -> None:

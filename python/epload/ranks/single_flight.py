@@ -131,23 +131,29 @@ def preparing_call(topology: Topology | None) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        _refuse_next(topology, error)
-        raise
+        if (shared := _refuse_next(topology, error)) is None:
+            raise
+        raise shared from error
     except BaseException as error:
         if topology is None and isinstance(error, LoadError):  # of the round that finds the ranks: all of them raise it
             raise
-        is_interrupt = isinstance(error, KeyboardInterrupt | SystemExit)
+        shared, is_interrupt = None, isinstance(error, KeyboardInterrupt | SystemExit)
         if topology is not None or Topology.is_discovered():  # else the ranks that come later are told by the rendezvous
-            _refuse_next(topology, LoadError(f"{'interrupted' if is_interrupt else message_of(error)} before the call"))
-        raise
+            text = "interrupted" if is_interrupt else message_of(error)
+            shared = _refuse_next(topology, LoadError(f"{text} before the call"))
+        if shared is None or not isinstance(error, LoadError):
+            raise
+        raise shared from error
 
 
-def _refuse_next(topology: Topology | None, error: Exception) -> None:
-    """Publishes that this rank takes no part in its next load, and why."""
+def _refuse_next(topology: Topology | None, error: Exception) -> Exception | None:
+    """Publishes that this rank takes no part in its next load, and why. Returns the error that all ranks raise; None if it is
+    alone."""
     control = (topology if topology is not None else Topology.default()).control
-    if control.store is not None:
-        error.args = (f"{error} [rank {control.rank}]",)  # so that all ranks raise the same text
-        control.refuse(control.next_load(), make_error(kind_of(error), str(error)))
+    if control.store is None:
+        return None
+    refused = make_error(kind_of(error), f"{error} [rank {control.rank}]")
+    return control.refuse(control.next_load(), refused).error()
 
 
 def _refuse(call: Call, number: int, other: Call) -> Exception:

@@ -41,11 +41,14 @@ _Region = tuple[int, View]
 def check_names(model: nn.Module, mapping: AnyMapping, names_from: Any) -> None:
     """Raises ValueError if the names cannot be derived from the mapping."""
     inner: Any = unwrap(model, ())[0]
-    if is_from_package(wrapped := getattr(inner, "module", None), "transformers") and mapping == "auto" and names_from is None:
-        raise ValueError(
-            f"a {type(inner).__name__} has a {type(wrapped).__name__} as its module, whose names and configuration a checkpoint "
-            "needs; pass this module"
-        )
+    wrapped: Any = getattr(inner, "module", None)
+    if is_from_package(wrapped, "transformers") and not isinstance(mapping, Mapping) and names_from is None:
+        tensors = ({*map(id, chain(part.parameters(), part.buffers()))} for part in (inner, wrapped))
+        if next(tensors) == next(tensors):
+            raise ValueError(
+                f"a {type(inner).__name__} has a {type(wrapped).__name__} as its module, whose names and configuration a "
+                "checkpoint needs; pass this module, or mapping=epload.Mapping() for the names of what is around it"
+            )
     own_rules = isinstance(mapping, Mapping) and (mapping.renames or mapping.converts)
     if own_rules and names_from is None and not isinstance(model, MegatronChunks):
         raise ValueError(
@@ -101,7 +104,7 @@ def catalog(
         _check_whole(names[i], shape, regions[i], targets)
     of_tensors = tuple(_common_dtype(names[i], {dtypes[target] for target, _ in placed[i]}) for i in used)
     manifest = Manifest(tuple(names[i] for i in used), tuple(unpadded), of_tensors, "the model")
-    text = repr(replace(rules, ties=()))  # of the tied tensors, ranks may have only some
+    text = repr(replace(rules, ties=(), aliases=()))  # ranks may have some of the tied tensors, and other wrappers
     return manifest, [placed[i] for i in used], [sizes[i] for i in used], text
 
 
@@ -115,7 +118,7 @@ def _check_stacks(inner: Any, shapes: Shapes[str, Shape]) -> None:
     whole = None if alone or not stacks or not is_pretrained(type(inner)) else new_on_meta(inner)
     for name, parameter in whole.named_parameters() if whole is not None else ():
         shape, expected = stacks.get(name, parameter.shape), tuple(parameter.shape)
-        if shape != expected and len(shape) == len(expected) and all(map(int.__le__, shape, expected)):
+        if shape != expected and shape[1:] == expected[1:] and shape[0] and expected[0] % shape[0] == 0:
             raise ModelMismatch(
                 f"{name} has shape {list(shape)}, and {list(expected)} by the model's configuration: it seems to be one rank's "
                 "part, of which nothing says where it belongs, and would be taken for a replica. Load the model with "

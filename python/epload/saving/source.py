@@ -99,7 +99,13 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
 
 def with_dtype(manifest: Manifest, dtype: torch.dtype, exempt: Collection[str] = ()) -> Manifest:
     """Returns the manifest with this dtype for all floating-point tensors of at least 16 bits, except those named in ``exempt``.
-    Raises ValueError: weights are quantized: they would stay as they are, and what they are decoded with would be rounded."""
+    Raises ValueError: the dtype has less; or weights are quantized: they would stay as they are, and what they are decoded with
+    would be rounded."""
+    if not dtype_names.is_wide(dtype):
+        raise ValueError(
+            f"expected dtype to have at least 16 bits, got {dtype_names.name(dtype)}, for which weights need scales; quantize "
+            "them (epload.mapping.Quantize, or epload.convert(quantize=))"
+        )
     if quantized := quantized_with(manifest.names, manifest.dtypes, manifest.shapes):
         scale, weight = next(iter(quantized.items()))
         stored = dtype_names.name(manifest.dtypes[manifest.names.index(weight)])

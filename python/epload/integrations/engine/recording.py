@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from epload.core.default_device import callers_default_device, on_cpu
 from epload.core.pieces import Metadata
 from epload.core.placement import Box, box_slices
 from epload.core.views import View
@@ -55,6 +56,7 @@ class Recording:
                 targets[target].detach()[box_slices(*box)].fill_(value)
 
 
+@on_cpu
 def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, Tensor]) -> Recording:
     """Records a ``load_weights``, which is called once or twice.
 
@@ -116,7 +118,8 @@ def _by_target(writes: Sequence[Write], targets: EngineTargets) -> _Written:
 def _run(trace: LoadTrace, load_weights: LoadWeights, alone: bool = False) -> None:
     """Runs a trace. ``alone``: whether an error only means that ``load_weights`` needs the tensors that are missing."""
     try:
-        trace.run(load_weights)
+        with callers_default_device():
+            trace.run(load_weights)
     except Exception as error:
         text = f"load_weights raised {type(error).__name__} after it took {trace.last or 'no tensor'}"
         if not trace.problem and not alone:

@@ -248,8 +248,8 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target.numel() == 0:
             return target
         if isinstance(target, _FakeTensor):
-            own = target.provenance.sources
-            if any(fake is not target and not fake.provenance.sources.isdisjoint(own) for fake in self._fakes):
+            own, resized = target.provenance.sources, torch.Tag.inplace_view in func.tags or func.overloadpacket is _aten.resize_
+            if resized or any(fake is not target and not fake.provenance.sources.isdisjoint(own) for fake in self._fakes):
                 raise self.reject(f"a tensor that it is given, or a copy, is changed by {name} while there are others of it")
             target.provenance = _Provenance(_sources_of([target, *fakes]), reason=f"is changed by {name}")
             return target
