@@ -25,6 +25,7 @@ from epload import HierarchicalLoader, LoadOptions, LoadReport, ModelMismatch, T
 from support import fakedev, ranks
 from support.accelerator import NODES, WAYS, for_readers, run_on
 from support.checks import all_fine, local_of
+from support.on_ranks import on_ranks
 from support.readers import bytes_read, matrix, saved
 from support.small_model import BUCKET, Net, State, meta_net, only_readers, sharded, state_for, wrong
 
@@ -186,7 +187,8 @@ def test_a_job_whose_only_backend_is_the_devices(tmp_path: Path) -> None:
     all_fine(ranks.run(4, matrix, f"{fakedev.NAME}:0", saved(tmp_path), WAYS[::2], setup=device_only))
 
 
-def _steps(rank: int) -> list[str]:
+@on_ranks(4)
+def test_axolotl_3476_veomni_642_nothing_but_the_planned_messages_moves(rank: int) -> list[str]:
     problems = []
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     topology = Topology.from_nodes(NODES[4])
@@ -216,11 +218,8 @@ def _messages(rank: int, readers: str, algorithm: str, buckets: int) -> Counter[
     return +Counter({"c10d::send": sends, "c10d::recv_": buckets - sends})
 
 
-def test_axolotl_3476_veomni_642_nothing_but_the_planned_messages_moves() -> None:
-    all_fine(ranks.run(4, _steps))
-
-
-def many_names(rank: int) -> list[str]:
+@on_ranks(2, tcp=True)
+def test_a_manifest_of_megabytes_comes_in_parts(rank: int) -> list[str]:
     """Loads from a checkpoint whose names do not compress."""
     chance = random.Random(0)
     names = [chance.randbytes(1000).hex() for _ in range(5000)]
@@ -231,10 +230,6 @@ def many_names(rank: int) -> list[str]:
     report = loader.load(model, state, strict=False)
     right = model[names[0]].tolist() == [1, 2, 3] and len(report.unexpected_keys) == len(names) - 1
     return [] if right else ["wrong"]
-
-
-def test_a_manifest_of_megabytes_comes_in_parts() -> None:
-    all_fine(ranks.run(2, many_names, tcp=True))
 
 
 def test_without_a_process_group(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from epload.transfer.shared_memory import NodeMemory
 from support import ranks
 from support.accelerator import WAYS
 from support.failures import Filling, Raised, Slow, check_raised, raised_by
+from support.on_ranks import on_ranks
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 
@@ -120,7 +121,8 @@ def test_a_stopped_rank_is_named_when_the_timeout_has_passed(way: tuple[str, str
     check_raised(results, seconds=60)
 
 
-def slow_load(rank: int) -> None:
+@on_ranks(4)
+def test_a_slow_load_is_not_a_failed_one(rank: int) -> None:
     """The whole takes two timeouts, each bucket a fraction of one."""
     for readers, slow, nbytes, seconds in (("one", 0, BUCKET, 0.9), ("every", 3, BUCKET // 2, 1.3)):
         loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=nbytes, timeout=4)
@@ -129,10 +131,6 @@ def slow_load(rank: int) -> None:
             loader.load(model, Slow(state, seconds) if rank == slow else only_readers(state, readers))
         assert wrong(model, state) == []
         assert rank != slow or time.monotonic() - began > 8
-
-
-def test_a_slow_load_is_not_a_failed_one() -> None:
-    ranks.run(4, slow_load)
 
 
 SAID = (
@@ -151,7 +149,10 @@ class HeldUp(Filling):
         super().fill(bucket, pieces)
 
 
-def waiting_load(rank: int) -> None:
+@on_ranks(4)
+def test_torchtitan_3065_a_rank_that_waits_says_for_what(rank: int) -> None:
+    """A load hung for hours without a word: with EPLOAD_LOG=info each rank says whom it waits for, and for how long."""
+
     def hear(record: logging.LogRecord) -> bool:
         if rank < len(SAID) and re.search(SAID[rank], record.getMessage()):
             default_store().set(f"test/{rank}", "")
@@ -163,11 +164,6 @@ def waiting_load(rank: int) -> None:
     with mock.patch("epload.ranks.heartbeat.INTERVAL", 0.1):
         loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
         loader.load(meta_net(), HeldUp(state_for(1)) if rank == 0 else None)
-
-
-def test_torchtitan_3065_a_rank_that_waits_says_for_what() -> None:
-    """A load hung for hours without a word: with EPLOAD_LOG=info each rank says whom it waits for, and for how long."""
-    ranks.run(4, waiting_load)
 
 
 def interrupted_after(call: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,7 +25,7 @@ from epload.planning.waves import Wave
 from epload.transfer.engine import Engine
 from epload.transfer.shared_memory import BUFFERS
 from measure import PeakMemory
-from support import ranks
+from support.on_ranks import on_ranks
 
 NODES = [[0, 1], [2, 3]]
 BUCKET = 4 << 20
@@ -67,10 +68,16 @@ def wake(victim: int, folder: Path, seen: list[list[int]]) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def load_next_to_a_stopped_rank(rank: int, folder: Path, readers: str, victim: int) -> None:
+def save_layers(tmp_path: Path, *_: Any) -> None:
+    save_file({f"{i}.weight": torch.full((WIDTH, WIDTH), i + 1.0) for i in range(LAYERS)}, tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(("readers", "victim"), [("one", 0), ("partitioned", 1)])
+@on_ranks(4, save_layers)
+def test_others_wait_for_a_stopped_rank(rank: int, tmp_path: Path, readers: str, victim: int) -> None:
     schedule.MIN_PART_BYTES = 1 << 20  # four readers share a wave
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    (folder / f"waves-{rank}").touch()
+    (tmp_path / f"pid-{rank}").write_text(str(os.getpid()))
+    (tmp_path / f"waves-{rank}").touch()
     dist.barrier()
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
@@ -79,11 +86,11 @@ def load_next_to_a_stopped_rank(rank: int, folder: Path, readers: str, victim: i
     topology = Topology.from_nodes(NODES)
     loader = HierarchicalLoader(topology, readers=readers, bucket_bytes=BUCKET, timeout=60, progress=False)
     seen: list[list[int]] = []
-    waker = threading.Thread(target=wake, args=(victim, folder, seen))
+    waker = threading.Thread(target=wake, args=(victim, tmp_path, seen))
     if rank == (victim + 1) % 4:
         waker.start()
-    with PeakMemory() as memory, stopping(rank, victim, folder):
-        loader.load(model, folder / "model.safetensors")
+    with PeakMemory() as memory, stopping(rank, victim, tmp_path):
+        loader.load(model, tmp_path / "model.safetensors")
     if rank == (victim + 1) % 4:
         waker.join()
         (waves,) = seen
@@ -94,10 +101,3 @@ def load_next_to_a_stopped_rank(rank: int, folder: Path, readers: str, victim: i
     shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
     assert memory.above <= shards + BUFFERS * BUCKET + SLACK
     assert all((parameter.to_local() == i + 1).all() for i, parameter in enumerate(model.parameters()))
-
-
-@pytest.mark.parametrize(("readers", "victim"), [("one", 0), ("partitioned", 1)])
-def test_others_wait_for_a_stopped_rank(readers: str, victim: int, tmp_path: Path) -> None:
-    state = {f"{i}.weight": torch.full((WIDTH, WIDTH), i + 1.0) for i in range(LAYERS)}
-    save_file(state, tmp_path / "model.safetensors")
-    ranks.run(4, load_next_to_a_stopped_rank, tmp_path, readers, victim)
