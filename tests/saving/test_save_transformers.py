@@ -163,19 +163,6 @@ def test_what_is_of_the_load_or_the_process_is_not_saved(tmp_path: Path) -> None
     assert again.generation_config.compile_config is None
 
 
-def test_a_tied_embedding_has_its_own_name_with_names_from(tmp_path: Path) -> None:
-    """The name is that of ``save_pretrained``, whichever the checkpoint of names_from has first."""
-    settings = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=32, tie_word_embeddings=True
-    )
-    model = transformers.LlamaForCausalLM(settings)
-    model.save_pretrained(tmp_path / "theirs")
-    expected = load_file(tmp_path / "theirs/model.safetensors")
-    names = {"lm_head.weight": torch.zeros(32, 16)} | expected
-    epload.save(model, tmp_path / "ours", names_from=names)
-    assert_same(load_file(tmp_path / "ours/model.safetensors"), expected)
-
-
 def test_a_tie_that_no_class_declares_is_refused(tmp_path: Path) -> None:
     """``save_pretrained`` raises, too; ``from_pretrained`` would initialize one of the two."""
     model = random("llama", 1)
