@@ -19,8 +19,8 @@ from epload.mapping import Rename
 from epload.mapping.place import place
 from support.checks import full_values
 from support.findings import differing
-from support.initialized_models import llama
 from support.on_ranks import on_ranks
+from support.pretrained import small_llama
 
 
 class Net(nn.Module):
@@ -100,7 +100,7 @@ def test_the_error_for_another_prefix_gives_a_mapping_that_works(prefix: str, ad
 
 
 def test_the_hint_for_a_model_with_rules_keeps_them(tmp_path: Path) -> None:
-    model, other = llama(), llama()
+    model, other = small_llama(), small_llama()
     save_file({f"module.{n}": t for n, t in other.state_dict().items()}, tmp_path / "model.safetensors")
     with pytest.raises(epload.ModelMismatch) as caught:
         epload.load(model, tmp_path, progress=False)

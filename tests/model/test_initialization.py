@@ -22,10 +22,11 @@ from support import pretrained, ranks
 from support.checks import bits, full_tensor
 from support.drop_ins import everywhere
 from support.findings import differing, must_be_refused
-from support.initialized_models import HEAD, llama, loader
 from support.models import Rotary, on_meta
 from support.on_ranks import on_ranks
+from support.pretrained import small_llama
 from support.recordings import tensors_of
+from support.small_model import loader
 
 
 def llava() -> Any:
@@ -94,9 +95,10 @@ def test_skyrl_1709_lmms_engine_185_inv_freq(rank: int) -> None:
 
 
 def without_head() -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in llama().state_dict().items() if name != HEAD}
+    return {name: tensor for name, tensor in small_llama().state_dict().items() if name != HEAD}
 
 
+HEAD = "lm_head.weight"
 DROPPED = (HEAD, "model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight", "model.norm.weight")
 LAYOUTS = (
     partial(pretrained.fsdp, shard=4), partial(pretrained.fsdp, replicate=2, shard=2), partial(pretrained.by_torch, tp=2, dp=2),
@@ -108,9 +110,9 @@ LAYOUTS = (
 def test_missing_parameters_are_initialized_as_from_pretrained_does(rank: int) -> None:
     """The same whole tensors on each rank, and in each layout."""
     torch.manual_seed(0)
-    state, values = {name: t for name, t in llama().state_dict().items() if name not in DROPPED}, []
+    state, values = {name: t for name, t in small_llama().state_dict().items() if name not in DROPPED}, []
     for parallelize in LAYOUTS:
-        model = on_meta(llama)
+        model = on_meta(small_llama)
         parallelize(model)
         torch.manual_seed(rank)  # what ranks draw may not depend on it, nor change it
         before = torch.get_rng_state()
@@ -140,7 +142,7 @@ def test_the_seed_is_the_callers() -> None:
     state, drawn = without_head(), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        model = on_meta(llama)
+        model = on_meta(small_llama)
         epload.load(model, state, strict=False, progress=False)
         drawn.append(model.lm_head.weight)
     assert torch.equal(drawn[0], drawn[1])
@@ -150,7 +152,7 @@ def test_the_seed_is_the_callers() -> None:
 @on_ranks(4)
 def test_a_head_that_some_ranks_lack_is_equal_on_all(rank: int) -> None:
     """Only rank 0 built its model for real: what it drew is not what the others have, so that all initialize alike."""
-    model = llama() if rank == 0 else on_meta(llama)
+    model = small_llama() if rank == 0 else on_meta(small_llama)
     assert HEAD in loader().load(model, without_head() if rank == 0 else None, strict=False).initialized
     heads = [torch.empty_like(model.lm_head.weight) for _ in range(4)]
     dist.all_gather(heads, model.lm_head.weight.detach())
@@ -159,7 +161,7 @@ def test_a_head_that_some_ranks_lack_is_equal_on_all(rank: int) -> None:
 
 
 def test_values_from_before_the_load_are_kept() -> None:
-    model = llama()
+    model = small_llama()
     before, state = model.lm_head.weight.detach().clone(), without_head()
     report = epload.load(model, state, strict=False, progress=False)
     assert torch.equal(model.lm_head.weight, before)
@@ -213,10 +215,10 @@ def test_experts_of_one_rank_are_no_repeat_of_anothers() -> None:
 
 def test_a_tied_head_is_not_drawn(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    source = llama(tie_word_embeddings=True)
+    source = small_llama(tie_word_embeddings=True)
     source.save_pretrained(tmp_path)
     assert HEAD not in load_file(tmp_path / "model.safetensors")
-    model = on_meta(lambda: llama(tie_word_embeddings=True))
+    model = on_meta(lambda: small_llama(tie_word_embeddings=True))
     report = epload.load(model, tmp_path, progress=False)
     assert HEAD not in report.initialized
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -231,7 +233,7 @@ IDS = torch.arange(9)[None]
 
 def saved(folder: Path, **options: Any) -> Any:
     torch.manual_seed(0)
-    model = llama(**options).eval()
+    model = small_llama(**options).eval()
     model.save_pretrained(folder)
     return model
 

@@ -22,7 +22,7 @@ from peft import (
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import epload
 from support import ranks
@@ -31,17 +31,14 @@ from support.checks import all_fine
 from support.failures import must_raise
 from support.findings import not_refused
 from support.jobs import Job, Meeting, run
+from support.pretrained import small_llama
 
 IDS = torch.arange(7)[None]
 
 
-def base(tied: bool = False) -> LlamaForCausalLM:
+def base(tied: bool = False) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=32,
-        tie_word_embeddings=tied,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return small_llama(tie_word_embeddings=tied).eval()
 
 
 def adapted(tied: bool = False, **options: Any) -> Any:
