@@ -20,7 +20,7 @@ from epload.cli.main import main
 from support import ranks
 from support.checkpoints import assert_same, read_all, read_folder
 from support.findings import differing
-from support.pretrained import by_the_library, fsdp, random
+from support.pretrained import by_the_library, fsdp, quiet, random
 
 FSDP, HSDP = partial(fsdp, shard=4), partial(fsdp, replicate=2, shard=2)
 TP, EP = partial(by_the_library, tp_size=2, fsdp_size=2), partial(by_the_library, ep_size=2, fsdp_size=4)
@@ -29,13 +29,6 @@ CASES: dict[str, tuple[Callable[[Any], Any], ...]] = {
     "mixtral": (FSDP, EP), "deepseek_v3": (FSDP, EP), "gpt_oss": (FSDP,), "qwen3_vl_moe": (FSDP,),
     "llama": (FSDP, TP), "bert": (HSDP,),
 }  # fmt: skip
-
-
-def quiet() -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
 
 
 def save(rank: int, folder: str) -> None:

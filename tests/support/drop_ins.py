@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from epload.core.placement import owned_regions
 from epload.model.targets import collect
 from support.checks import as_bytes, local_of
-from support.failures import error_of
 from support.models import Mlp, mesh, on_meta
 from support.shards import box_slices
 
@@ -55,9 +54,6 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 def wrong(model: nn.Module, values: dict[str, Tensor]) -> list[str]:
     state = full_state(model)
     return [name for name, value in values.items() if not torch.equal(as_bytes(state[name]), as_bytes(value))]
-
-
-raised = error_of
 
 
 def everywhere(value: Any) -> list[Any]:
