@@ -237,6 +237,7 @@ def send(rank: int, meeting: Meeting, folder: str | None) -> list[str]:
                 names.rename(f"{names}-away")
                 problems += not_refused(lambda: sender.send_weights(2), "no checkpoint")
                 Path(f"{names}-away").rename(names)
+            meeting.say(f"refused before {adapter}")  # who waits for the version that fails would fail, too
             sender.send_weights(2 * version + 1)
             model.unmerge_adapter()
         meeting.hear("done")
@@ -247,6 +248,7 @@ def receive(rank: int, meeting: Meeting) -> list[str]:
     model, reference, problems = base(), two_adapters(), []
     with epload.WeightReceiver(model, meeting.hear("address"), strict=True, timeout=60) as receiver:
         for adapter in ("default", "second"):
+            meeting.hear(f"refused before {adapter}")
             receiver.receive_weights()
             receiver.commit()
             reference.set_adapter(adapter)
