@@ -73,11 +73,6 @@ std::tuple<int64_t, int64_t, int64_t> extent_of(const std::vector<int64_t>& shap
   return {e.nbytes, e.granule, e.slab};
 }
 
-std::pair<int64_t, int64_t> stripe(int64_t begin, int64_t end, int64_t count, int64_t index, int64_t alignment) {
-  const auto part = epload::stripe({begin, end}, count, index, alignment);
-  return {part.begin, part.end};
-}
-
 using Step = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 // `buckets`: node that reads it, begin, end.
@@ -113,7 +108,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("OP_ALIGNMENT") = epload::kOpAlignment;
   m.def("plan_buckets", &plan_buckets); // extents, capacity, alignment, header, kind_of
   m.def("extent_of", &extent_of);       // shape, itemsize, room
-  m.def("stripe", &stripe);             // begin, end, count, index, alignment
   m.def("leaders", &epload::leaders);   // nodes, src
   m.def("rails", &epload::rails);       // nodes
   m.def("wave_steps", &wave_steps);     // nodes, src, rank, algorithm, shared, crosses, buckets, alignment

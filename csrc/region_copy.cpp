@@ -1,6 +1,7 @@
 #include "region_copy.h"
 
 #include "dtypes.h"
+#include "strided.h"
 #include "tensor_memory.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -25,17 +26,16 @@ void copy_one_aten(const at::Tensor& bucket, const at::Tensor& tensor, const Reg
   // Writes inference tensors, too; the op marks what it has written.
   const at::AutoDispatchBelowADInplaceOrView plain;
   const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
+  const int64_t span = span_of(copy);
+  if (span == 0) {
+    return;
+  }
   int64_t offset = tensor.storage_offset();
-  int64_t span = 1;
   for (size_t d = 0; d < copy.size.size(); ++d) {
-    if (copy.size[d] == 0) {
-      return;
-    }
     offset += copy.start[d] * tensor.stride(static_cast<int64_t>(d));
-    span += (copy.size[d] - 1) * copy.bucket_stride[d];
   }
   const auto theirs = at::as_strided(tensor, copy.size, tensor.strides(), offset);
-  auto bytes = bucket.narrow(0, copy.bucket_offset, span * itemsize);
+  auto bytes = bucket.narrow(0, copy.bucket_offset, span);
   const auto address = reinterpret_cast<uintptr_t>(bytes.const_data_ptr());
   if (bytes.storage_offset() % itemsize != 0 || address % static_cast<uintptr_t>(itemsize) != 0) {
     // A view of a wider dtype needs an aligned start: go through a packed copy, its elements as rows of bytes. Only

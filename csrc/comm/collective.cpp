@@ -78,9 +78,6 @@ int64_t Group::self() const {
 }
 
 void Group::broadcast(const at::Tensor& flat, int64_t global_root) const {
-  if (!present()) {
-    return;
-  }
   if (hccl_ != nullptr && broadcast_hccl(*hccl_, flat, rank_in_group(global_root))) {
     return;
   }
@@ -95,9 +92,6 @@ void Group::broadcast(const at::Tensor& flat, int64_t global_root) const {
 }
 
 void Group::all_gather(const at::Tensor& flat) const {
-  if (!present()) {
-    return;
-  }
   const auto count = static_cast<int64_t>(ranks_.size());
   const int64_t each = flat.numel() / count;
   if (hccl_ != nullptr) {

@@ -12,7 +12,7 @@ namespace epload {
 
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-// A c10d group as seen by one rank of it. An empty name makes an absent group, in which every step is a no-op.
+// A c10d group as seen by one rank of it. An empty name makes an absent group, which has no ranks and no steps.
 class Group {
  public:
   // Throws ValueError when no group has that name, or when it has no backend for `device`.

@@ -19,15 +19,12 @@ from epload import Topology, coalesced_bcast
 from epload.native import ops
 from support import broadcasts as contract
 from support import fakedev, ranks
-from support.accelerator import ExternalStream
+from support.accelerator import DEVICE, SEMANTICS, ExternalStream
 from support.broadcasts import Refusals, agree
 from support.failures import raised
 from support.fakedev import build
+from support.on_ranks import on_ranks
 from support.region_copies import Problem, check_equal, problems
-
-DEVICE = f"{fakedev.NAME}:0"
-SEMANTICS = pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
-
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
@@ -48,7 +45,9 @@ def test_raw_op_with_groups_of_new_group() -> None:
     assert ranks.run(4, contract.raw_op, DEVICE, setup=partial(fakedev.setup, "nccl")) == [[]] * 4
 
 
-def on_streams(rank: int, semantics: str) -> list[str]:
+@SEMANTICS
+@on_ranks(4)
+def test_given_current_and_side_streams(rank: int, semantics: str) -> list[str]:
     """The work is on the stream that was given, else on the current one, and nowhere else."""
     wrong = []
     topo = Topology.from_nodes([[0, 1], [2, 3]])
@@ -80,11 +79,8 @@ def on_streams(rank: int, semantics: str) -> list[str]:
 
 
 @SEMANTICS
-def test_given_current_and_side_streams(semantics: str) -> None:
-    assert ranks.run(4, on_streams, semantics, setup=partial(fakedev.setup, semantics)) == [[]] * 4
-
-
-def without_waiting(rank: int) -> list[str]:
+@on_ranks(2, limit=40)
+def test_the_host_does_not_wait(rank: int, semantics: str) -> list[str]:
     """NCCL's way: the host queues the whole call, of several buckets, on a stream that does not move."""
     topo = Topology.from_nodes([[0, 1]])
     stream = torch.Stream(DEVICE)
@@ -98,11 +94,6 @@ def without_waiting(rank: int) -> list[str]:
     return ["the stream was idle"] * idle + [
         f"tensor {i} differs" for i, c in enumerate(contents) if not torch.equal(tensors[i].cpu(), c)
     ]
-
-
-@SEMANTICS
-def test_the_host_does_not_wait(semantics: str) -> None:
-    assert ranks.run(2, without_waiting, setup=partial(fakedev.setup, semantics), limit=40) == [[]] * 2
 
 
 def wrong_use(rank: int) -> tuple[list[str], dict[str, str]]:
@@ -164,7 +155,8 @@ def host_job() -> str:
     return "cpu:gloo"
 
 
-def in_a_group_of_its_own(rank: int) -> list[str]:
+@on_ranks(3, setup=host_job)
+def test_the_backends_are_those_of_the_topologys_group(rank: int) -> list[str]:
     """The job has no backend for the device, the topology's group has."""
     topo = Topology.from_nodes([[0, 1], [2]], dist.new_group(backend=fakedev.BACKENDS))
     wrong = []
@@ -173,22 +165,15 @@ def in_a_group_of_its_own(rank: int) -> list[str]:
     return wrong
 
 
-def test_the_backends_are_those_of_the_topologys_group() -> None:
-    assert ranks.run(3, in_a_group_of_its_own, setup=host_job) == [[]] * 3
-
-
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(problems(), st.booleans())
 def without_kernels(problem: Problem, unpack: bool) -> None:
     check_equal(problem, unpack, ops.unpack if unpack else ops.pack, DEVICE)
 
 
-def in_process(rank: int) -> None:
+@on_ranks(1, setup=fakedev.setup)
+def test_region_copy_of_a_device_without_its_own(rank: int) -> None:
     without_kernels()
-
-
-def test_region_copy_of_a_device_without_its_own() -> None:
-    assert ranks.run(1, in_process, setup=fakedev.setup) == [None]
 
 
 BROKEN_ROUNDS, RIGHT_ROUNDS = 5, 20

@@ -11,8 +11,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from epload import _C, Topology, coalesced_bcast
 from epload.core.columns import to_raw
-from support import ranks
 from support.broadcasts import SHAPES
+from support.on_ranks import on_ranks
 
 
 def _messages(topo: Topology, rank: int) -> list[str]:
@@ -23,7 +23,8 @@ def _messages(topo: Topology, rank: int) -> list[str]:
     return ["c10d::recv_"] * (rank != 0) + ["c10d::send"] * sends
 
 
-def count_steps(rank: int) -> list[str]:
+@on_ranks(3)
+def test_profiler_sees_the_steps_of_the_plan_and_no_more(rank: int) -> list[str]:
     wrong = []
     for nodes in ([[0, 1], [2]], [[0, 1, 2]]):
         topo = Topology.from_nodes(nodes)
@@ -56,11 +57,8 @@ def _unexpected(messages: list[str], tensors: list[Tensor], **options: Any) -> s
     return "" if seen == Counter(messages) else f"expected {Counter(messages)}, saw {seen}"
 
 
-def test_profiler_sees_the_steps_of_the_plan_and_no_more() -> None:
-    assert ranks.run(3, count_steps) == [[]] * 3
-
-
-def count_striped_steps(rank: int) -> list[str]:
+@on_ranks(4)
+def test_profiler_sees_each_stripe_cross_once(rank: int) -> list[str]:
     """One bucket from rank 0. Each rank of its node passes a half on; those of the other swap theirs, and a rest."""
     counts = {
         ((0, 1), (2, 3)): [(2, 0), (1, 1), (1, 3), (2, 2)],
@@ -76,7 +74,3 @@ def count_striped_steps(rank: int) -> list[str]:
         text = _unexpected(["c10d::send"] * sent + ["c10d::recv_"] * received, tensors, **options)
         wrong += [f"{nodes}: {text}"] if text else []
     return wrong
-
-
-def test_profiler_sees_each_stripe_cross_once() -> None:
-    assert ranks.run(4, count_striped_steps) == [[]] * 4

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from epload import Topology, broadcast, coalesced_bcast
 from support import ranks
 from support.broadcasts import MATRIX, SHAPES, Nodes, Refusals, agree, exchange, in_place_and_parameters, matrix, raw_op
+from support.on_ranks import on_ranks
 
 
 @pytest.mark.parametrize("world", MATRIX)
@@ -51,7 +52,8 @@ def test_raw_op_with_groups_of_new_group() -> None:
     assert ranks.run(4, raw_op) == [[]] * 4
 
 
-def uneven_groups(rank: int) -> list[str]:
+@on_ranks(4, limit=60)
+def test_ranks_in_different_numbers_of_groups(rank: int) -> list[str]:
     """The user's own groups, of which the ranks have made different numbers."""
     wrong = []
     if rank in (0, 2):
@@ -73,11 +75,8 @@ def uneven_groups(rank: int) -> list[str]:
     return wrong
 
 
-def test_ranks_in_different_numbers_of_groups() -> None:
-    assert ranks.run(4, uneven_groups, limit=60) == [[]] * 4
-
-
-def options_of_the_call(rank: int) -> list[str]:
+@on_ranks(2)
+def test_defaults_and_unchecked_calls(rank: int) -> list[str]:
     """Without a check no store is needed once groups are there; a list seen before is not compared again."""
     wrong = exchange(rank, 1, Topology.from_nodes([[0], [1]]), SHAPES, 1, check=False)
     topo = Topology.from_nodes([[0, 1]])
@@ -90,10 +89,6 @@ def options_of_the_call(rank: int) -> list[str]:
     if tensors[0].tolist() != [0] * 3:
         wrong.append("the defaults do not broadcast from rank 0 over the whole job")
     return wrong
-
-
-def test_defaults_and_unchecked_calls() -> None:
-    assert ranks.run(2, options_of_the_call) == [[]] * 2
 
 
 def wrong_arguments(rank: int) -> tuple[list[str], dict[str, str]]:

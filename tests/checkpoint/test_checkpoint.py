@@ -29,10 +29,10 @@ from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
 from epload.loading import run as load_run
 from page_cache import cached
-from support import ranks
 from support.checkpoint_kinds import SOURCES, folder_without_index, one_file, small_state, the_index_itself
 from support.checkpoints import State, assert_same, entry, header, index, make_cold, raw_bytes, read_all, tensor
 from support.failures import must_raise
+from support.on_ranks import on_ranks
 from support.traced_reads import fill
 
 
@@ -370,18 +370,14 @@ def test_a_change_right_after_opening_is_seen(tmp_path: Path) -> None:
         file.close()
 
 
-def _refused_early(rank: int, folder: str) -> list[str]:
+@on_ranks(2, _small)
+def test_a_refused_load_keeps_no_file_open(rank: int, tmp_path: Path) -> list[str]:
     """A load that is refused after the files were opened leaves none open."""
     loader, model = HierarchicalLoader(progress=False), nn.Linear(5, 7, device="meta")
     for _ in range(2):
-        must_raise(epload.LoadError, ".", loader.load, model, folder)
+        must_raise(epload.LoadError, ".", loader.load, model, tmp_path)
     found = [entry for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
-    return [target for target in map(os.readlink, found) if target.startswith(folder)]
-
-
-def test_a_refused_load_keeps_no_file_open(tmp_path: Path) -> None:
-    _small(tmp_path)
-    assert ranks.run(2, _refused_early, str(tmp_path)) == [[], []]
+    return [target for target in map(os.readlink, found) if target.startswith(str(tmp_path))]
 
 
 def test_a_file_is_opened_once(tmp_path: Path) -> None:

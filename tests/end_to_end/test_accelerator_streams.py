@@ -27,6 +27,7 @@ from support.aborts import WHO, at_each_bucket
 from support.accelerator import DEVICE, NODES, SEMANTICS, for_readers, meta_net, wrong
 from support.checks import all_fine
 from support.failures import Filling, Raised, check_raised, raised_by
+from support.on_ranks import on_ranks
 from support.small_model import BUCKET, state_for
 
 pytestmark = pytest.mark.usefixtures("fake_device")
@@ -44,7 +45,8 @@ def values(salt: int, count: int = BUCKETS) -> dict[str, Tensor]:
     return {f"{i}": torch.arange(float(ROWS)) + 10_000 * (i + salt) for i in range(count)}
 
 
-def in_order(rank: int) -> list[str]:
+@on_ranks(1, setup=fakedev.setup)
+def test_work_queued_before_and_after_is_in_order(rank: int) -> list[str]:
     """Holds each of the streams in turn, while the load goes as far as it can."""
     problems = []
     given, caller = torch.Stream(DEVICE), torch.Stream(DEVICE)
@@ -74,11 +76,8 @@ def in_order(rank: int) -> list[str]:
     return problems
 
 
-def test_work_queued_before_and_after_is_in_order() -> None:
-    all_fine(ranks.run(1, in_order, setup=fakedev.setup))
-
-
-def _late_values(rank: int) -> list[str]:
+@on_ranks(2, setup=fakedev.setup)
+def test_a_dict_on_the_device_is_read_after_what_the_caller_has_queued(rank: int) -> list[str]:
     """The caller has yet to write the tensors of a dict on the device when the load is called."""
     problems = []
     for salt, readers in enumerate(["partitioned", "every"] * 2):
@@ -95,10 +94,6 @@ def _late_values(rank: int) -> list[str]:
         right = [bool((row.detach().cpu() == 10.0 * salt + i + 1).all()) for i, row in enumerate(model)]
         problems += [] if all(right) else [f"{readers}: {right}"]
     return problems
-
-
-def test_a_dict_on_the_device_is_read_after_what_the_caller_has_queued() -> None:
-    all_fine(ranks.run(2, _late_values, setup=fakedev.setup))
 
 
 SOON = 20.0
@@ -193,7 +188,9 @@ def test_all_ranks_end_at_one_bucket_and_none_unpacks_it(readers: str, algorithm
     all_fine(ranks.run(4, at_each_bucket, readers, algorithm, who, DEVICE, setup=fakedev.setup))
 
 
-def _traced(rank: int, semantics: str) -> list[str]:
+@SEMANTICS
+@on_ranks(4)
+def test_all_work_is_on_one_stream_but_the_copies_to_the_device(rank: int, semantics: str) -> list[str]:
     """Broadcasts and unpacking of every bucket on the one stream, host to device on others; two communicators a rank."""
     problems = []
     topology = Topology.from_nodes(NODES[4])
@@ -225,8 +222,3 @@ def _traced(rank: int, semantics: str) -> list[str]:
         if uploading & (one | {stream.stream_id if stream is not None else None}) or bool(uploading) != reads:
             problems.append(f"{readers} {algorithm}: host to device on {uploading}, with {one} for what follows")
     return problems
-
-
-@SEMANTICS
-def test_all_work_is_on_one_stream_but_the_copies_to_the_device(semantics: str) -> None:
-    all_fine(ranks.run(4, _traced, semantics, setup=partial(fakedev.setup, semantics)))

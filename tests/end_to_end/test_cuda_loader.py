@@ -10,8 +10,8 @@ import torch
 
 from epload import HierarchicalLoader
 from support import aborts, ranks
+from support.accelerator import CUDA, gloo, nccl
 from support.checks import all_fine
-from support.cuda import DEVICE, gloo, nccl
 from support.readers import matrix, saved
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("gpu")]
@@ -19,22 +19,22 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("gpu")]
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_model_has_its_shards_over_gloo(world: int, tmp_path: Path) -> None:
-    all_fine(ranks.run(world, matrix, DEVICE, saved(tmp_path), setup=gloo))
+    all_fine(ranks.run(world, matrix, CUDA, saved(tmp_path), setup=gloo))
 
 
 def test_the_model_has_its_shards_on_one_rank_of_nccl(tmp_path: Path) -> None:
-    all_fine(ranks.run(1, matrix, DEVICE, saved(tmp_path), setup=nccl))
+    all_fine(ranks.run(1, matrix, CUDA, saved(tmp_path), setup=nccl))
 
 
 @pytest.mark.parametrize("who", aborts.WHO)
 @pytest.mark.parametrize("algorithm", ["two_level", "striped"])
 def test_all_ranks_end_at_one_bucket_and_none_unpacks_it(algorithm: str, who: str) -> None:
-    all_fine(ranks.run(4, aborts.at_each_bucket, "one", algorithm, who, DEVICE, setup=gloo))
+    all_fine(ranks.run(4, aborts.at_each_bucket, "one", algorithm, who, CUDA, setup=gloo))
 
 
 def test_work_queued_before_and_after_is_in_order() -> None:
     tensors = {f"w{i}": torch.nn.Parameter(torch.zeros(1 << 20)) for i in range(8)}
-    parameters = torch.nn.ParameterDict(tensors).to(DEVICE)
+    parameters = torch.nn.ParameterDict(tensors).to(CUDA)
     for salt, stream in enumerate((None, torch.cuda.Stream())):
         state = {f"w{i}": torch.arange(float(1 << 20)) + i + salt for i in range(8)}
         loader = HierarchicalLoader(bucket_bytes=5 << 20, stream=stream)

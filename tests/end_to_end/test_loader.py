@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import subprocess
 import sys
+import time
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -14,17 +17,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import epload
-from epload import HierarchicalLoader, LoadOptions, LoadReport, ModelMismatch, Topology
+from epload import HierarchicalLoader, LoadError, LoadOptions, LoadReport, ModelMismatch, Topology
+from measure import PeakMemory
 from support import fakedev, ranks
 from support.accelerator import NODES, WAYS, for_readers, run_on
 from support.checks import all_fine, local_of
+from support.on_ranks import on_ranks
 from support.readers import bytes_read, matrix, saved
 from support.small_model import BUCKET, Net, State, meta_net, only_readers, sharded, state_for, wrong
 
@@ -186,7 +192,8 @@ def test_a_job_whose_only_backend_is_the_devices(tmp_path: Path) -> None:
     all_fine(ranks.run(4, matrix, f"{fakedev.NAME}:0", saved(tmp_path), WAYS[::2], setup=device_only))
 
 
-def _steps(rank: int) -> list[str]:
+@on_ranks(4)
+def test_axolotl_3476_veomni_642_nothing_but_the_planned_messages_moves(rank: int) -> list[str]:
     problems = []
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     topology = Topology.from_nodes(NODES[4])
@@ -216,11 +223,8 @@ def _messages(rank: int, readers: str, algorithm: str, buckets: int) -> Counter[
     return +Counter({"c10d::send": sends, "c10d::recv_": buckets - sends})
 
 
-def test_axolotl_3476_veomni_642_nothing_but_the_planned_messages_moves() -> None:
-    all_fine(ranks.run(4, _steps))
-
-
-def many_names(rank: int) -> list[str]:
+@on_ranks(2, tcp=True)
+def test_a_manifest_of_megabytes_comes_in_parts(rank: int) -> list[str]:
     """Loads from a checkpoint whose names do not compress."""
     chance = random.Random(0)
     names = [chance.randbytes(1000).hex() for _ in range(5000)]
@@ -231,10 +235,6 @@ def many_names(rank: int) -> list[str]:
     report = loader.load(model, state, strict=False)
     right = model[names[0]].tolist() == [1, 2, 3] and len(report.unexpected_keys) == len(names) - 1
     return [] if right else ["wrong"]
-
-
-def test_a_manifest_of_megabytes_comes_in_parts() -> None:
-    all_fine(ranks.run(2, many_names, tcp=True))
 
 
 def test_without_a_process_group(tmp_path: Path) -> None:
@@ -278,3 +278,116 @@ def test_a_buffer_without_elements_of_its_own_is_refused() -> None:
         model.register_buffer("v", torch.zeros(2))
         epload.load(model, {"v": torch.ones(2)})
         assert model.v.tolist() == [1, 1]
+
+
+# ---- a job that reloads at every step for weeks: loads take bounded memory and leave nothing behind ----
+
+
+WARM, LOADS = 8, 12
+
+
+def threads(at_most: int, seconds: float) -> int:
+    """Counts them, again until there are few enough, as the system lists a thread a little longer than Python."""
+    until = time.monotonic() + seconds
+    while (number := len(os.listdir("/proc/self/task"))) > at_most and time.monotonic() < until:
+        time.sleep(0.02)
+    return number
+
+
+def resources(before: dict[str, int]) -> dict[str, int]:
+    """Counts the resources of this process."""
+    assert dist.group.WORLD is not None
+    gc.collect()
+    sys._clear_type_cache()  # it keeps names of attributes, more and more until it is full
+    return {
+        "threads": threads(before["threads"], 30.0) if before else threads(0, 0.1),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "groups": len(dist.distributed_c10d._world.pg_names),
+        "keys of the store": dist.group.WORLD.get_group_store().num_keys(),
+        "blocks of Python's memory": sys.getallocatedblocks(),
+        "mappings": Path("/proc/self/maps").read_text().count("\n"),
+    }
+
+
+def repeated(rank: int, device: str, ways: list[dict[str, Any]], refused: bool, anew: bool, folder: Path) -> list[str]:
+    topology = Topology.from_nodes(NODES[4])
+    model = meta_net(where=device)
+    # A rank posts heartbeats only in loads that last a second: its key is there from the start, so that it is no more after them.
+    topology.control.store.set(f"heartbeat/{rank}", "{}")
+
+    def made() -> list[HierarchicalLoader]:
+        return [HierarchicalLoader(topology, bucket_bytes=BUCKET, **options) for options in ways]
+
+    loaders = made()
+    loaders[0].load(model, folder / "0.safetensors")
+
+    def loads(count: int, before: dict[str, int]) -> dict[str, int]:
+        for turn in range(count):
+            for loader in made() if anew else loaders:
+                loader.load(model, folder / f"{turn % 2}.safetensors")
+                if refused:
+                    with pytest.raises(LoadError, match="missing"):
+                        loader.load(model, folder / "short.safetensors")
+        dist.barrier()  # keys are counted while nobody writes
+        counts = resources(before)
+        dist.barrier()
+        return counts
+
+    before = loads(WARM, {})
+    after = loads(LOADS, before)
+    # The last two vary: allocators and interpreters keep some of what was freed.
+    problems = [
+        f"{what}: {after[what] - number} more, of {number}, after {LOADS} loads"
+        for what, number in before.items()
+        if after[what] - number >= (LOADS if what in ("blocks of Python's memory", "mappings") else 1)
+    ]
+    return problems + wrong(model, state_for(1), where=device)
+
+
+@pytest.mark.parametrize(
+    ("place", "ways", "refused", "anew"),
+    [
+        ("cpu", [{"timeout": 60}, {"readers": "partitioned", "algorithm": "striped", "timeout": 90}], True, False),
+        ("cpu", [{"readers": "one", "verify": True}, {}], False, True), ("nccl", [{}], True, False),
+        ("hccl", [{"readers": "partitioned", "algorithm": "striped", "verify": True}], False, False),
+    ],
+)  # fmt: skip
+def test_loads_leave_nothing_behind(place: str, ways: Any, refused: bool, anew: bool, tmp_path: Path) -> None:
+    """``refused``: each load is followed by one that is refused. ``anew``: each is of a new loader, as ``epload.load``'s are."""
+    short = state_for(0)
+    short.popitem()
+    for name, state in {"0": state_for(0), "1": state_for(1), "short": short}.items():
+        save_file(state, tmp_path / f"{name}.safetensors")
+    all_fine(run_on(place, 4, repeated, ways, refused, anew, tmp_path))
+
+
+LARGE_BUCKET = 8 << 20
+LAYERS, WIDTH = 96, 768  # 226 MB of float32
+
+
+def load_and_watch(rank: int, path: str) -> None:
+    """Compares the most memory above the start with this rank's shards and two buckets."""
+    for readers in ("one", "per_node"):
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        for layer in model:
+            fully_shard(layer)
+        topology = Topology.from_nodes(NODES[4])
+        loader = HierarchicalLoader(topology, readers=readers, bucket_bytes=LARGE_BUCKET, progress=False)
+        with PeakMemory() as memory:
+            report = loader.load(model, path)
+        shards = sum(p.to_local().nbytes for p in model.parameters())
+        assert shards == LAYERS * WIDTH * WIDTH  # a quarter of 4 bytes an element
+        assert report.peak_staging <= 2 * LARGE_BUCKET
+        assert memory.above <= shards + 2 * LARGE_BUCKET + (100 << 20)
+        loader.close()
+        del model
+        gc.collect()
+
+
+def test_transformers_43749_45649_ms_swift_9980_pytorch_149640_peak_memory_is_shards_and_two_buckets(
+    tmp_path: Path,
+) -> None:
+    state = {f"{i}.weight": torch.full((WIDTH, WIDTH), float(i)) for i in range(LAYERS)}
+    save_file(state, tmp_path / "model.safetensors")
+    ranks.run(4, load_and_watch, str(tmp_path))

@@ -25,6 +25,7 @@ from support.checks import all_fine, full_tensor, local_of
 from support.failures import error_of
 from support.findings import differing
 from support.jobs import Job, Meeting, run
+from support.on_ranks import on_ranks
 from support.small_syncs import receiving, take
 from support.sync_jobs import send_model
 
@@ -125,7 +126,8 @@ def test_loads_and_saves_go_by_the_groups(world: int, cases: list[str], tmp_path
     all_fine(ranks.run(world, load_and_save, cases, str(tmp_path)))
 
 
-def resume(rank: int, folder: str) -> list[str]:
+@on_ranks(2)
+def test_optimizer_states(rank: int, tmp_path: Path) -> list[str]:
     """A model and its optimizer, whose states are not FSDP's own tensors."""
     model = parallelize(reference(), "fsdp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -134,18 +136,14 @@ def resume(rank: int, folder: str) -> list[str]:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
     flat = {n: t for n, t in dcp._nested_dict.flatten_state_dict(state)[0].items() if isinstance(t, Tensor)}
-    epload.save(state, f"{folder}/state")
-    problems = [f"saved {name}" for name in differing(load_file(f"{folder}/state/model.safetensors"), flat)]
+    epload.save(state, f"{tmp_path}/state")
+    problems = [f"saved {name}" for name in differing(load_file(f"{tmp_path}/state/model.safetensors"), flat)]
     before = {name: local_of(tensor).clone() for name, tensor in flat.items()}
     for tensor in flat.values():
         local_of(tensor).detach().zero_()
-    epload.load_state(state, f"{folder}/state", progress=False)
+    epload.load_state(state, f"{tmp_path}/state", progress=False)
     problems += [f"loaded {name}" for name, value in before.items() if not torch.equal(local_of(flat[name]), value)]
     return problems if sum(isinstance(t, DTensor) for t in flat.values()) >= 18 else [f"{len(flat)} tensors"]
-
-
-def test_optimizer_states(tmp_path: Path) -> None:
-    all_fine(ranks.run(2, resume, str(tmp_path)))
 
 
 def receive(rank: int, meeting: Meeting) -> list[str]:

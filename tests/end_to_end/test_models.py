@@ -22,7 +22,7 @@ from support import fp8
 from support.accelerator import run_on
 from support.checks import all_fine, differences, full_tensor
 from support.models import use_device
-from support.pretrained import DENSE, MATRIX, TORCH_TP, build, prepare, whole
+from support.pretrained import DENSE, MATRIX, TORCH_TP, build, prepare, quiet, whole
 from support.small_model import wrong
 
 READERS = [
@@ -68,10 +68,7 @@ def check(world: int, kind: str, folder: Path, device: str, loaders: Iterator[An
 
 
 def _on_rank(rank: int, device: str, world: int, kind: str, folder: Path) -> list[str]:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # plans with rules that match nothing in a small model
+    quiet()
     use_device(device)
     topology = epload.Topology.from_nodes([list(range(world // 2)), list(range(world // 2, world))])
     stream = None if device == "cpu" else torch.Stream(device)

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from epload.core import log
 from support import ranks
+from support.jobs import session
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -130,18 +130,13 @@ def run_as_printed(commands: Sequence[str], folder: Path) -> subprocess.Complete
         "PATH": path, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     shell = ["bash", "-c", "\n".join(["set -e", *commands])]
-    process = subprocess.Popen(
-        shell, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )  # fmt: skip
-    try:
-        stdout, stderr = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, which are in sessions of their own
-        process.communicate(timeout=60)
-        raise
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    with session(shell, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, which are in sessions of their own
+            process.communicate(timeout=60)
+            raise
     return subprocess.CompletedProcess(shell, process.returncode, stdout, stderr)
 
 

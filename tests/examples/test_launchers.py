@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 import yaml
+
+from support.jobs import session
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text()
 LIMIT = 300.0
@@ -63,18 +64,11 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def run(commands: Sequence[list[str]], environments: Sequence[dict[str, str]], folder: Path) -> str:
     """What commands that run at the same time print together. They and what they start are ended at the limit."""
-    processes = [
-        subprocess.Popen(
-            command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-        for command, env in zip(commands, environments, strict=True)
-    ]  # fmt: skip
-    try:
+    options: dict[str, Any] = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with ExitStack() as stack:
+        started = [session(command, env=env, **options) for command, env in zip(commands, environments, strict=True)]
+        processes = [stack.enter_context(each) for each in started]
         outputs = [process.communicate(timeout=LIMIT) for process in processes]
-    finally:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
     assert [process.returncode for process in processes] == [0] * len(processes), outputs
     return "".join(output for output, _ in outputs)
 

@@ -23,7 +23,8 @@ from epload.integrations import skyrl, verl
 from epload.integrations import torch as ours
 from epload.integrations.full_state import find_custom_loading
 from support.checks import full_values, local_of
-from support.drop_ins import everywhere, on_rank_0, raised, sharded, wrong
+from support.drop_ins import everywhere, on_rank_0, sharded, wrong
+from support.failures import error_of
 from support.findings import differing, must_be_refused_by_all
 from support.models import Block, Mlp, Rotary, Stack, Tied, mesh, on_meta, place
 from support.on_ranks import on_ranks
@@ -82,9 +83,9 @@ def test_keys_that_do_not_fit_are_reported_as_torch_does(rank: int) -> None:
     full = values(Net())
     short = {name: value for name, value in full.items() if name != "second.bias"}
     odd = {**short, "stray": torch.ones(2), "first.weight": torch.ones(4, 4)}
-    expected = raised(lambda: Net().load_state_dict(odd)).split("\n\t")  # what torch reports for a plain model
+    expected = error_of(lambda: Net().load_state_dict(odd)).split("\n\t")  # what torch reports for a plain model
     model = sharded_net()
-    text = raised(partial(load, model, odd))
+    text = error_of(partial(load, model, odd))
     lines = text.split("\n\t")
     assert {*everywhere(text)} == {text}
     assert lines[0].startswith("ModelMismatch: Error(s) in loading state_dict for ")

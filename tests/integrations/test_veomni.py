@@ -24,8 +24,8 @@ from epload.integrations import veomni
 from epload.integrations.veomni.converted import ConvertedCheckpoint
 from support import veomni_models
 from support.checks import as_bytes, local_of
+from support.drop_ins import full_state
 from support.findings import must_be_refused_by_all
-from support.gather import full_state
 from support.models import Mlp, mesh, on_meta
 from support.on_ranks import on_ranks
 from support.pretrained import build, small_llama

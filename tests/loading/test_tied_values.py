@@ -15,24 +15,24 @@ from torch.distributed.fsdp import fully_shard
 
 import epload
 from epload import Checkpoint, HierarchicalLoader, LoadOptions, LocalModules, ModelMismatch
-from support import initialized_models
 from support.checks import full_values
 from support.findings import differing, must_be_refused, must_be_refused_by_all
 from support.models import Tied, on_meta
 from support.on_ranks import on_ranks
+from support.pretrained import small_llama
 
 load = partial(epload.load, progress=False)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def llama(tied: bool = True) -> Any:
-    return on_meta(lambda: initialized_models.llama(vocab_size=131, tie_word_embeddings=tied))
+    return on_meta(lambda: small_llama(vocab_size=131, tie_word_embeddings=tied))
 
 
 def state() -> dict[str, Tensor]:
     """Both names, with equal values in memory of their own."""
     torch.manual_seed(5)
-    tensors = initialized_models.llama(vocab_size=131).state_dict()
+    tensors = small_llama(vocab_size=131).state_dict()
     return {name: tensors[EMBEDDING if name == HEAD else name].clone() for name in tensors}
 
 

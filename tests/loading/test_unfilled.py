@@ -19,9 +19,9 @@ from epload.model.memory import is_poisoned, poison
 from support.checks import full_values, local_of
 from support.failures import Filling
 from support.findings import differing, must_be_refused
-from support.initialized_models import loader
 from support.models import on_meta
 from support.on_ranks import on_ranks
+from support.small_model import loader
 
 POISON = 777.0
 load = partial(epload.load, strict=False, progress=False)

@@ -17,23 +17,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM
 
 import epload
+from support.drop_ins import full_state
 from support.findings import differing, must_be_refused_by_all
-from support.gather import full_state
 from support.on_ranks import on_ranks
+from support.pretrained import small_llama
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-dev.txt")
-SIZES = {
-    "vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
-}  # fmt: skip
 load = partial(epload.load, progress=False)
 load_base = partial(load, strict=False)
 
 
 def base(tie: bool = False) -> Any:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tie))
+    return small_llama(tie_word_embeddings=tie)
 
 
 def lora(*modules: str, **options: Any) -> Any:
@@ -312,7 +310,8 @@ def test_the_active_adapter_is_filled_and_no_other(tmp_path: Path) -> None:
 
 
 def test_biases_that_peft_saves_twice(tmp_path: Path) -> None:
-    whole = BertForSequenceClassification(BertConfig(**SIZES, num_labels=3))
+    sizes = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    whole = BertForSequenceClassification(BertConfig(**sizes, num_labels=3))
     config = lora("query", task_type="SEQ_CLS", bias="all", init_lora_weights=True)
     other, model, reference = (peft.get_peft_model(deepcopy(whole), deepcopy(config)) for _ in range(3))
     draw(other).save_pretrained(tmp_path)

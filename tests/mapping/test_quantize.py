@@ -29,10 +29,9 @@ import epload
 from epload import ModelMismatch
 from epload.cli.main import main
 from epload.mapping import Concatenate, Convert, Mapping, Quantize, Reshape
-from support import fakedev, fp8, quantized, ranks
+from support import fp8, quantized
 from support.accelerator import DEVICE, SEMANTICS
 from support.checks import local_of
-from support.fakedev import build
 from support.fp8 import Tree
 from support.models import mesh, on_meta
 from support.on_ranks import on_ranks
@@ -359,21 +358,18 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
 # ---- devices ----
 
 
-def on_a_device(rank: int, folder: Path) -> None:
+@pytest.mark.usefixtures("fake_device")
+@SEMANTICS
+@on_ranks(1)
+def test_devices(rank: int, semantics: str, tmp_path: Path) -> None:
     config = quantized.with_skipped(FORMATS["128 x 128"])
     wanted = expected(Trainer(), FORMATS["128 x 128"])
     for verify in (False, True):
         model = Tree(wanted).to_empty(device=DEVICE)
         epload.load(model, dict(Trainer().state_dict()), mapping=Quantize(config), verify=verify, progress=False)
         assert_same({name: tensor.cpu() for name, tensor in model.state_dict().items()}, wanted)
-    pending = epload.save_async(Trainer().to(DEVICE), folder / "x", mapping=Quantize(config))
+    pending = epload.save_async(Trainer().to(DEVICE), tmp_path / "x", mapping=Quantize(config))
     pending.wait()
-    epload.save(Trainer().to(DEVICE), folder / "y", mapping=Quantize(config))
+    epload.save(Trainer().to(DEVICE), tmp_path / "y", mapping=Quantize(config))
     for name in ("x", "y"):
-        assert_same(load_file(folder / name / "model.safetensors"), wanted)
-
-
-@SEMANTICS
-def test_devices(semantics: str, tmp_path: Path) -> None:
-    build.library()
-    ranks.run(1, on_a_device, tmp_path, setup=partial(fakedev.setup, semantics))
+        assert_same(load_file(tmp_path / name / "model.safetensors"), wanted)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import epload
 from epload import LocalModules, OuterShard
@@ -22,10 +25,11 @@ from support import pretrained, ranks
 from support.checks import bits, full_tensor
 from support.drop_ins import everywhere
 from support.findings import differing, must_be_refused
-from support.initialized_models import HEAD, llama, loader
 from support.models import Rotary, on_meta
 from support.on_ranks import on_ranks
+from support.pretrained import small_llama
 from support.recordings import tensors_of
+from support.small_model import loader
 
 
 def llava() -> Any:
@@ -94,9 +98,10 @@ def test_skyrl_1709_lmms_engine_185_inv_freq(rank: int) -> None:
 
 
 def without_head() -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in llama().state_dict().items() if name != HEAD}
+    return {name: tensor for name, tensor in small_llama().state_dict().items() if name != HEAD}
 
 
+HEAD = "lm_head.weight"
 DROPPED = (HEAD, "model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight", "model.norm.weight")
 LAYOUTS = (
     partial(pretrained.fsdp, shard=4), partial(pretrained.fsdp, replicate=2, shard=2), partial(pretrained.by_torch, tp=2, dp=2),
@@ -108,9 +113,9 @@ LAYOUTS = (
 def test_missing_parameters_are_initialized_as_from_pretrained_does(rank: int) -> None:
     """The same whole tensors on each rank, and in each layout."""
     torch.manual_seed(0)
-    state, values = {name: t for name, t in llama().state_dict().items() if name not in DROPPED}, []
+    state, values = {name: t for name, t in small_llama().state_dict().items() if name not in DROPPED}, []
     for parallelize in LAYOUTS:
-        model = on_meta(llama)
+        model = on_meta(small_llama)
         parallelize(model)
         torch.manual_seed(rank)  # what ranks draw may not depend on it, nor change it
         before = torch.get_rng_state()
@@ -140,7 +145,7 @@ def test_the_seed_is_the_callers() -> None:
     state, drawn = without_head(), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        model = on_meta(llama)
+        model = on_meta(small_llama)
         epload.load(model, state, strict=False, progress=False)
         drawn.append(model.lm_head.weight)
     assert torch.equal(drawn[0], drawn[1])
@@ -150,7 +155,7 @@ def test_the_seed_is_the_callers() -> None:
 @on_ranks(4)
 def test_a_head_that_some_ranks_lack_is_equal_on_all(rank: int) -> None:
     """Only rank 0 built its model for real: what it drew is not what the others have, so that all initialize alike."""
-    model = llama() if rank == 0 else on_meta(llama)
+    model = small_llama() if rank == 0 else on_meta(small_llama)
     assert HEAD in loader().load(model, without_head() if rank == 0 else None, strict=False).initialized
     heads = [torch.empty_like(model.lm_head.weight) for _ in range(4)]
     dist.all_gather(heads, model.lm_head.weight.detach())
@@ -159,7 +164,7 @@ def test_a_head_that_some_ranks_lack_is_equal_on_all(rank: int) -> None:
 
 
 def test_values_from_before_the_load_are_kept() -> None:
-    model = llama()
+    model = small_llama()
     before, state = model.lm_head.weight.detach().clone(), without_head()
     report = epload.load(model, state, strict=False, progress=False)
     assert torch.equal(model.lm_head.weight, before)
@@ -213,10 +218,10 @@ def test_experts_of_one_rank_are_no_repeat_of_anothers() -> None:
 
 def test_a_tied_head_is_not_drawn(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    source = llama(tie_word_embeddings=True)
+    source = small_llama(tie_word_embeddings=True)
     source.save_pretrained(tmp_path)
     assert HEAD not in load_file(tmp_path / "model.safetensors")
-    model = on_meta(lambda: llama(tie_word_embeddings=True))
+    model = on_meta(lambda: small_llama(tie_word_embeddings=True))
     report = epload.load(model, tmp_path, progress=False)
     assert HEAD not in report.initialized
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -231,7 +236,7 @@ IDS = torch.arange(9)[None]
 
 def saved(folder: Path, **options: Any) -> Any:
     torch.manual_seed(0)
-    model = llama(**options).eval()
+    model = small_llama(**options).eval()
     model.save_pretrained(folder)
     return model
 
@@ -303,3 +308,151 @@ def test_what_the_model_cannot_compute_keeps_its_values_with_a_warning(caplog: p
         loader.load(model, {"w": torch.arange(3.0) + 1})
         assert torch.equal(model.window, torch.tensor([2.0, 3.0]))
     assert not epload.load(model, {"w": torch.arange(3.0)}, progress=False).warnings, "said once of a model"
+
+
+# ---- modules initialize with reset_parameters() what the checkpoint lacks, equally on all ranks, and nothing else ----
+
+
+FILLED = ("0.weight", "4.bias")
+load = partial(epload.load, strict=False, init_missing="reset_parameters", progress=False)
+
+
+class OddModule(nn.Module):
+    """Its method would overwrite everything: the loaded weight, and a buffer that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5))
+        self.scale = nn.Parameter(torch.empty(5))
+        self.register_buffer("table", torch.arange(5.0), persistent=False)
+
+    def reset_parameters(self) -> None:
+        for tensor in (self.weight, self.scale, self.table):
+            tensor.fill_(7.0)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Embedding(7, 6, padding_idx=2), nn.Linear(7, 9), nn.Linear(301, 4))
+
+
+def state() -> dict[str, Tensor]:
+    full = net().state_dict()
+    return {name: torch.arange(full[name].numel()).reshape(full[name].shape) + 0.5 for name in FILLED}
+
+
+def check(model: nn.Module, report: epload.LoadReport) -> None:
+    values = {name: full_tensor(parameter) for name, parameter in model.named_parameters()}
+    assert [name for name, value in state().items() if not torch.equal(values[name], value)] == []
+    assert sorted(report.initialized) == sorted(values.keys() - {*FILLED})
+    assert bool((values["1.weight"] == 1).all())
+    assert not values["1.bias"].any()
+    assert not values["2.weight"][2].any(), "the row for padding"
+    bounds = {"0.bias": 6, "3.weight": 7, "3.bias": 7, "4.weight": 301}
+    for name, fan_in in bounds.items():  # torch's: uniform in +-1 / sqrt(fan_in) of the whole weight
+        bound = 1 / math.sqrt(fan_in)
+        assert bound / 3 < values[name].abs().max() <= bound, name
+        assert values[name].unique().numel() >= values[name].numel() - 3, name
+
+
+def tensor_parallel(model: Any) -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, grid["tp"], {"0": ColwiseParallel(), "3": RowwiseParallel(), "4": RowwiseParallel()})
+    fully_shard(model, mesh=grid["dp"])
+
+
+@on_ranks(4)
+def test_missing_tensors_are_those_of_torch_in_every_layout(rank: int) -> None:
+    values, source = [], state()
+    for parallelize, has_storage in product((fully_shard, tensor_parallel, lambda model: None), (False, True)):
+        model = on_meta(net)
+        parallelize(model)
+        if has_storage:
+            model.to_empty(device="cpu")
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        with CommDebugMode() as collectives:
+            report = load(model, source)
+        assert not collectives.get_total_counts()
+        assert torch.equal(before, torch.get_rng_state()), "random numbers of the caller"
+        check(model, report)
+        values.append([full_tensor(parameter).flatten().tolist() for parameter in model.parameters()])
+    assert all(each == values[0] for each in values), "layouts differ"
+    assert all(each == values[0] for each in everywhere(values[0])), "ranks differ"
+
+
+def test_what_is_filled_or_not_missing_is_kept() -> None:
+    model = OddModule()
+    load(model, {"weight": torch.arange(5.0)})
+    assert differing(model, {"weight": torch.arange(5.0), "scale": torch.full((5,), 7.0)}) == []
+    assert torch.equal(model.table, torch.arange(5.0)), "no checkpoint has it, and it is not missing"
+
+
+def test_a_loader_initializes_what_each_checkpoint_lacks() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)))
+    source = {"0.weight": state()["0.weight"]}
+    with epload.HierarchicalLoader(progress=False) as loader:
+        for _ in range(2):
+            report = loader.load(model, source, strict=False, init_missing="reset_parameters")
+            assert sorted(report.initialized) == ["0.bias", "1.bias", "1.weight"]
+            assert torch.equal(model[0].weight, source["0.weight"])
+            assert 0 < model[0].bias.abs().max() <= 6**-0.5
+            assert torch.equal(model[1].weight, torch.ones(5))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(9.0)
+
+
+class Plain(nn.Module):
+    """Has no method of this name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+class FailingModule(Plain):
+    def reset_parameters(self) -> None:
+        raise RuntimeError("cannot")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Plain, r"neither the checkpoint nor .* fills 1 tensor on meta: 1\.weight\. Their modules have no reset_para"),
+        (FailingModule, r"FailingModule\.reset_parameters failed to initialize 1 \(RuntimeError: cannot\)"),
+    ],
+)
+def test_what_no_method_fills_is_refused(kind: type[nn.Module], message: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), kind())
+    state = {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}
+    with pytest.raises(epload.ModelMismatch, match=message):
+        load(model, state)
+    assert model[0].weight.is_meta, "nothing has moved"
+
+
+@on_ranks(2)
+def test_shards_of_unknown_size_and_different_options_are_refused(rank: int) -> None:
+    model, state = on_meta(lambda: nn.Sequential(nn.Linear(4, 3))), {"0.bias": torch.arange(6.0)}
+    shards = epload.LoadOptions(outer_shards=[epload.OuterShard(r"0\.", init_device_mesh("cpu", (2,)))])
+    hint = "Pass init_missing='reset_parameters' if their modules have that method"
+    for options, *texts in (
+        ({"options": shards}, "ModelMismatch", "0.weight. Their modules"),
+        ({"options": shards, "init_missing": None}, "ModelMismatch", hint),
+        (
+            {"init_missing": "reset_parameters" if rank else None},
+            "ManifestMismatch", "init_missing=reset_parameters",
+        ),
+    ):  # fmt: skip
+        must_be_refused(partial(load, model, state, timeout=20, **options), *texts)
+
+
+def test_an_adapter_starts_as_peft_has_it() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    with torch.device("meta"):
+        model: Any = get_peft_model(nn.Sequential(nn.Linear(4, 3)), LoraConfig(target_modules=["0"], r=2))
+    load(model, {"0.weight": torch.ones(3, 4)})
+    weights = {name.split(".")[-3]: bool(p.any()) for name, p in model.named_parameters() if "lora" in name}
+    assert weights == {"lora_A": True, "lora_B": False}
+    assert model.base_model.model[0].base_layer.bias.any()

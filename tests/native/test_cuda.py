@@ -15,7 +15,8 @@ import epload
 from epload.native import ops
 from support import broadcasts as contract
 from support import ranks
-from support.cuda import DEVICE, gloo, nccl
+from support.accelerator import CUDA, gloo, nccl
+from support.on_ranks import on_ranks
 from support.region_copies import Problem, big_problem, check_conversions, check_equal, problems
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("gpu")]
@@ -25,14 +26,14 @@ MANY = settings(max_examples=300, suppress_health_check=list(HealthCheck), datab
 @MANY
 @given(problems(), st.booleans())
 def test_equal_to_plain_torch(problem: Problem, unpack: bool) -> None:
-    check_equal(problem, unpack, ops.unpack if unpack else ops.pack, DEVICE)
+    check_equal(problem, unpack, ops.unpack if unpack else ops.pack, CUDA)
 
 
 def test_tiny_and_huge_regions_and_conversions() -> None:
     assert epload.build_info()["cuda"], "build with EPLOAD_CUDA=1"
     for unpack, op in ((False, ops.pack), (True, ops.unpack)):
-        check_equal(big_problem(), unpack, op, DEVICE)
-    check_conversions(ops.pack, ops.unpack, DEVICE)
+        check_equal(big_problem(), unpack, op, CUDA)
+    check_conversions(ops.pack, ops.unpack, CUDA)
 
 
 def many_regions(device: str) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
@@ -46,7 +47,7 @@ def many_regions(device: str) -> tuple[torch.Tensor, list[torch.Tensor], torch.T
 
 def test_ordered_on_the_current_stream() -> None:
     """The bucket is written late on the stream, and the tensors are read at once; memory let go of is asked for again."""
-    bucket, tensors, table = many_regions(DEVICE)
+    bucket, tensors, table = many_regions(CUDA)
     want, stream = bucket.clone(), torch.cuda.Stream()
     bucket.zero_()
     torch.cuda.synchronize()
@@ -57,7 +58,7 @@ def test_ordered_on_the_current_stream() -> None:
             ops.unpack(bucket, tensors, table)
             bucket.zero_()
             got = torch.cat([t.flatten() for t in tensors])
-        others = [torch.full((table.numel() * 20,), 255, dtype=torch.uint8, device=DEVICE) for _ in range(8)]
+        others = [torch.full((table.numel() * 20,), 255, dtype=torch.uint8, device=CUDA) for _ in range(8)]
         stream.synchronize()
         assert torch.equal(got, want.view(torch.float32))
         assert len(others) == 8
@@ -65,10 +66,11 @@ def test_ordered_on_the_current_stream() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_byte_arrives_over_gloo(world: int) -> None:
-    assert ranks.run(world, contract.matrix, contract.MATRIX[world], DEVICE, setup=gloo) == [[]] * world
+    assert ranks.run(world, contract.matrix, contract.MATRIX[world], CUDA, setup=gloo) == [[]] * world
 
 
-def on_nccl(rank: int) -> list[str]:
+@on_ranks(1, setup=nccl)
+def test_nccl_on_one_rank(rank: int) -> list[str]:
     group = dist.group.WORLD
     assert group is not None
     wrong = []
@@ -76,7 +78,7 @@ def on_nccl(rank: int) -> list[str]:
         contents = [contract.values(i, (40, 5), torch.float32, 1) for i in range(6)]
         layouts = [contract.LAYOUTS[i % 4] for i in range(6)]
         made = [
-            contract.Guarded((40, 5), torch.float32, layout, c if rank == 0 else None, DEVICE)
+            contract.Guarded((40, 5), torch.float32, layout, c if rank == 0 else None, CUDA)
             for c, layout in zip(contents, layouts, strict=True)
         ]
         torch.cuda.synchronize()
@@ -85,10 +87,6 @@ def on_nccl(rank: int) -> list[str]:
         torch.cuda.set_sync_debug_mode("default")
         wrong += [text for g, c in zip(made, contents, strict=True) if (text := g.wrong(c))]
     return wrong
-
-
-def test_nccl_on_one_rank() -> None:
-    assert ranks.run(1, on_nccl, setup=nccl) == [[]]
 
 
 def test_nccl_with_several_ranks_on_one_gpu() -> None:
@@ -103,4 +101,4 @@ def test_nccl_with_several_ranks_on_one_gpu() -> None:
 
 def with_environment(rank: int) -> list[str]:
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # read when the first communicator is made
-    return contract.matrix(rank, contract.MATRIX[2], DEVICE)
+    return contract.matrix(rank, contract.MATRIX[2], CUDA)

@@ -24,10 +24,11 @@ from epload.native import ops
 from epload.transfer import host_copies
 from epload.transfer.host_copies import copy_to_host, host_memory_for
 from support import fakedev, ranks
-from support.accelerator import DEVICE
+from support.accelerator import DEVICE, SEMANTICS
 from support.checks import all_fine
 from support.failures import must_raise
 from support.jobs import Job, Meeting, run
+from support.on_ranks import on_ranks
 from support.region_reads import BF16, F32, Files, Row, box, filled, table_of
 
 pytestmark = pytest.mark.usefixtures("fake_device")
@@ -60,16 +61,18 @@ def random_case(rng: random.Random, files: Files, converts: bool) -> Case:
     return rows, targets
 
 
-def crosses(rank: int, folder: Path, seeds: int) -> list[str]:
+@SEMANTICS
+@on_ranks(1)
+def test_regions_cross_both_ways(rank: int, tmp_path: Path, semantics: str) -> list[str]:
     """Compares what is read and what is uploaded from memory with what slicing and copy_ make of the files; and back."""
-    files, problems = Files(folder), []
+    files, problems = Files(tmp_path), []
     for nbytes in (3 << 20, 1 << 20, 700_001):
         number = files.add(nbytes)
         # Of all bytes those between 0x30 and 0x3F: a number of any dtype, and none that conversions treat in ways of their own.
         raw = (torch.frombuffer(files.raw[number], dtype=torch.uint8) * 37 >> 3) % 16 + 0x30
         files.raw[number][:] = raw.numpy().tobytes()
         files.paths[number].write_bytes(files.raw[number])
-    for seed in range(seeds):
+    for seed in range(60):
         rng = random.Random(seed)
         rows, targets = random_case(rng, files, converts=seed % 2 == 0)
         if not rows:
@@ -92,7 +95,7 @@ def crosses(rank: int, folder: Path, seeds: int) -> list[str]:
         for i, each in enumerate(expected):
             problems += [f"seed {seed}: read {i} differs"] * (not torch.equal(placed[i].cpu(), each))
             problems += [f"seed {seed}: uploaded {i} differs"] * (not torch.equal(uploaded[i].cpu(), each))
-        problems += [f"seed {seed}: {text}" for text in goes_back(folder, rows, where, placed, memory, way)]
+        problems += [f"seed {seed}: {text}" for text in goes_back(tmp_path, rows, where, placed, memory, way)]
     files.close()
     return problems
 
@@ -126,11 +129,6 @@ def goes_back(
         problems += [f"downloaded {i} differs"] * (not torch.equal(downloaded[i], each))
         os.close(descriptors[i])
     return problems
-
-
-@pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
-def test_regions_cross_both_ways(semantics: str, tmp_path: Path) -> None:
-    all_fine(ranks.run(1, crosses, tmp_path, 60, setup=partial(fakedev.setup, semantics)))
 
 
 ELEMENTS = 6 * PIECE // 4
@@ -265,7 +263,8 @@ def numbers(number: int) -> torch.Tensor:
     return torch.arange(400_000) * (number + 1)
 
 
-def copies(rank: int) -> None:
+@on_ranks(1, setup=setup)
+def test_copies_in_pinned_memory(rank: int) -> None:
     on_device = [filled((3, 5), F32), torch.tensor(2.5, dtype=BF16), torch.empty(0, 3), torch.arange(24.0).view(4, 6).T > 7]
     tensors = [torch.arange(7), *(tensor.to(DEVICE) for tensor in on_device)]
     with mock.patch.object(host_copies, "_BLOCK_BYTES", 256):
@@ -278,10 +277,6 @@ def copies(rank: int) -> None:
     assert all(torch.equal(copy, tensor.cpu()) for copy, tensor in zip(memory, tensors, strict=True))
     must_raise(ValueError, "expected 1 to 281474976710656 bytes, got 0", ops.pinned_memory, 0, torch.device(DEVICE))
     must_raise(ValueError, "a device with its index, got cpu", ops.pinned_memory, 4, torch.device("cpu"))
-
-
-def test_copies_in_pinned_memory() -> None:
-    ranks.run(1, copies, setup=setup)
 
 
 def lend(rank: int, meeting: Meeting) -> None:

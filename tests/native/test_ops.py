@@ -21,6 +21,7 @@ from support import fakedev, ranks
 from support.accelerator import DEVICE
 from support.failures import must_raise
 from support.fakedev import build
+from support.on_ranks import on_ranks
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -131,7 +132,9 @@ def test_no_argument_ends_the_process(op: str) -> None:
     assert 0 < refused <= calls
 
 
-def poison(rank: int) -> None:
+@pytest.mark.usefixtures("fake_device")
+@on_ranks(1, setup=fakedev.setup, limit=60)
+def test_freed_memory_is_poisoned(rank: int) -> None:
     """Memory given back is not what it was, for a stream that still reads it; nor is fresh memory zero."""
     second = torch.Stream(DEVICE)
     x = torch.ones(1000, device=DEVICE)
@@ -156,8 +159,3 @@ def poison(rank: int) -> None:
     assert bool((again == 1).all())
     assert torch.empty(10, device=DEVICE, dtype=torch.uint8).tolist() != [0] * 10
     torch.accelerator.synchronize()
-
-
-@pytest.mark.usefixtures("fake_device")
-def test_freed_memory_is_poisoned() -> None:
-    assert ranks.run(1, poison, setup=fakedev.setup, limit=60) == [None]

@@ -33,6 +33,7 @@ from epload.ranks.rendezvous import rendezvous
 from epload.ranks.tree import FAN_OUT, Tree
 from support import ranks
 from support.failures import raised
+from support.on_ranks import on_ranks
 from support.small_syncs import outcome
 
 
@@ -193,7 +194,8 @@ def reduce(topology: epload.Topology, values: list[float] | Exception) -> Tensor
         topology.control.end()
 
 
-def three_ranks(rank: int) -> None:
+@on_ranks(3)
+def test_values_and_errors(rank: int) -> None:
     topology = epload.Topology.discover()
     own = [[1.0, 0.0, 2.0, math.nan, 0.0], [0.5, 0.0, math.inf, 9.0, 1e-45], [3.0, 0.0, -math.nan, 8.0, 0.0]][rank]
     for _ in range(2):
@@ -206,8 +208,16 @@ def three_ranks(rank: int) -> None:
     assert reduce(topology, []).numel() == 0
 
 
-def test_values_and_errors() -> None:
-    ranks.run(3, three_ranks)
+@pytest.mark.parametrize("nodes", [[[0, 1, 2, 3, 4]], [[0, 1], [2], [3, 4]], [[4, 1], [3], [0, 2]], [[0], [1], [2], [3], [4]]])
+@on_ranks(5)
+def test_the_largest_of_all_ranks(rank: int, nodes: list[list[int]]) -> None:
+    topology = epload.Topology.from_nodes(nodes)
+    values = torch.tensor([[(7 * of + 3 * i) % 11 / 8 for i in range(9)] for of in range(5)])
+    values[range(5), range(5)] = torch.tensor([2.0, math.nan, 2.0, 2.0, 2.0])
+    expected = values.amax(0)  # in which NaN is the largest
+    assert torch.equal(reduce(topology, values[rank].tolist()).nan_to_num(9), expected.nan_to_num(9))
+    text = outcome(lambda: reduce(topology, values[rank].tolist()[: 9 - rank // 2]))
+    assert "rank 0 quantizes 9 blocks that ranks share, rank 2 8" in text
 
 
 def one_dies(rank: int) -> tuple[str, float]:

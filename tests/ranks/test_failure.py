@@ -20,14 +20,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.fsdp import fully_shard
 
 from epload import HierarchicalLoader, Topology
 from epload.native import ops
-from epload.transfer.shared_memory import NodeMemory
+from epload.planning import schedule
+from epload.planning.waves import Wave
+from epload.transfer.engine import Engine
+from epload.transfer.shared_memory import BUFFERS, NodeMemory
+from measure import PeakMemory
 from support import ranks
 from support.accelerator import WAYS
 from support.failures import Filling, Raised, Slow, check_raised, raised_by
+from support.on_ranks import on_ranks
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 
@@ -120,7 +128,8 @@ def test_a_stopped_rank_is_named_when_the_timeout_has_passed(way: tuple[str, str
     check_raised(results, seconds=60)
 
 
-def slow_load(rank: int) -> None:
+@on_ranks(4)
+def test_a_slow_load_is_not_a_failed_one(rank: int) -> None:
     """The whole takes two timeouts, each bucket a fraction of one."""
     for readers, slow, nbytes, seconds in (("one", 0, BUCKET, 0.9), ("every", 3, BUCKET // 2, 1.3)):
         loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=nbytes, timeout=4)
@@ -129,10 +138,6 @@ def slow_load(rank: int) -> None:
             loader.load(model, Slow(state, seconds) if rank == slow else only_readers(state, readers))
         assert wrong(model, state) == []
         assert rank != slow or time.monotonic() - began > 8
-
-
-def test_a_slow_load_is_not_a_failed_one() -> None:
-    ranks.run(4, slow_load)
 
 
 SAID = (
@@ -151,7 +156,10 @@ class HeldUp(Filling):
         super().fill(bucket, pieces)
 
 
-def waiting_load(rank: int) -> None:
+@on_ranks(4)
+def test_torchtitan_3065_a_rank_that_waits_says_for_what(rank: int) -> None:
+    """A load hung for hours without a word: with EPLOAD_LOG=info each rank says whom it waits for, and for how long."""
+
     def hear(record: logging.LogRecord) -> bool:
         if rank < len(SAID) and re.search(SAID[rank], record.getMessage()):
             default_store().set(f"test/{rank}", "")
@@ -163,11 +171,6 @@ def waiting_load(rank: int) -> None:
     with mock.patch("epload.ranks.heartbeat.INTERVAL", 0.1):
         loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
         loader.load(meta_net(), HeldUp(state_for(1)) if rank == 0 else None)
-
-
-def test_torchtitan_3065_a_rank_that_waits_says_for_what() -> None:
-    """A load hung for hours without a word: with EPLOAD_LOG=info each rank says whom it waits for, and for how long."""
-    ranks.run(4, waiting_load)
 
 
 def interrupted_after(call: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
@@ -278,3 +281,81 @@ def given_up(rank: int) -> str:
 
 def test_a_relay_that_is_given_up_lets_go_of_its_bucket() -> None:
     assert ranks.run(2, given_up, dying=())[0] == "RuntimeError True True True"
+
+
+# ---- a rank that is stopped for a while in the middle of a load: the others wait in bounded memory, and the load is right ----
+
+
+MANY_BYTES = 4 << 20
+LAYERS, WIDTH = 72, 768  # 170 MB of float32
+STOP_AT = 12  # waves that the rank has unpacked when it stops
+SECONDS = 1.5  # for which it is stopped once all others have come to a halt or the load is over
+SLACK = 100 << 20  # for sockets, threads, the manifest
+
+
+def waves_unpacked(folder: Path) -> list[int]:
+    return [(folder / f"waves-{rank}").stat().st_size for rank in range(4)]
+
+
+@contextmanager
+def stopping(rank: int, victim: int, folder: Path) -> Iterator[None]:
+    """The victim stops itself when it comes to wave STOP_AT; every rank writes a byte for each wave."""
+    check = Engine._check
+
+    def noted(self: Engine, wave: Wave) -> bool:
+        if threading.current_thread() is threading.main_thread():  # unpacking, not relaying
+            os.truncate(folder / f"waves-{rank}", wave.index)
+            if rank == victim and wave.index == STOP_AT:
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return check(self, wave)
+
+    with mock.patch.object(Engine, "_check", noted):
+        yield
+
+
+def wake(victim: int, folder: Path, seen: list[list[int]]) -> None:
+    """Runs next to another rank's load: lets the victim go on when the others have not moved for a while."""
+    pid = int((folder / f"pid-{victim}").read_text())
+    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+        time.sleep(0.01)
+    before: list[int] = []
+    while before != waves_unpacked(folder) or min(before) < STOP_AT:
+        before = waves_unpacked(folder)
+        time.sleep(SECONDS)
+    seen.append(before)
+    os.kill(pid, signal.SIGCONT)
+
+
+def save_layers(tmp_path: Path, *_: Any) -> None:
+    save_file({f"{i}.weight": torch.full((WIDTH, WIDTH), i + 1.0) for i in range(LAYERS)}, tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(("readers", "victim"), [("one", 0), ("partitioned", 1)])
+@on_ranks(4, save_layers)
+def test_others_wait_for_a_stopped_rank(rank: int, tmp_path: Path, readers: str, victim: int) -> None:
+    schedule.MIN_PART_BYTES = 1 << 20  # four readers share a wave
+    (tmp_path / f"pid-{rank}").write_text(str(os.getpid()))
+    (tmp_path / f"waves-{rank}").touch()
+    dist.barrier()
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    for layer in (*model, model):
+        fully_shard(layer)
+    topology = Topology.from_nodes(NODES)
+    loader = HierarchicalLoader(topology, readers=readers, bucket_bytes=MANY_BYTES, timeout=60, progress=False)
+    seen: list[list[int]] = []
+    waker = threading.Thread(target=wake, args=(victim, tmp_path, seen))
+    if rank == (victim + 1) % 4:
+        waker.start()
+    with PeakMemory() as memory, stopping(rank, victim, tmp_path):
+        loader.load(model, tmp_path / "model.safetensors")
+    if rank == (victim + 1) % 4:
+        waker.join()
+        (waves,) = seen
+        neighbors = next(node for node in NODES if victim in node)
+        assert waves[victim] == STOP_AT
+        assert all(waves[other] < STOP_AT + BUFFERS for other in neighbors), "the other rank of its node did not wait"
+        assert all(STOP_AT <= count <= STOP_AT + 3 * BUFFERS for count in waves), f"other nodes did not wait: {waves}"
+    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    assert memory.above <= shards + BUFFERS * MANY_BYTES + SLACK
+    assert all((parameter.to_local() == i + 1).all() for i, parameter in enumerate(model.parameters()))

@@ -23,6 +23,7 @@ from epload.ranks import control
 from epload.ranks.single_flight import preparing_call
 from support import ranks
 from support.failures import raised, raised_by
+from support.on_ranks import on_ranks
 
 TIMEOUT = 3.0
 Calls = dict[str, Callable[..., Any]]
@@ -83,10 +84,13 @@ def test_a_rank_that_has_missed_calls_takes_part(absent: Any, kind: str, nodes: 
         assert named + ending in of_call[0]
 
 
-def keeps(rank: int, missed: str, nodes: list[list[int]], folder: Path) -> None:
+@pytest.mark.parametrize("missed", ["load", "save", "load_state"])
+@pytest.mark.parametrize("nodes", [[[0, 1]], [[0], [1]]], ids=["one node", "two nodes"])
+@on_ranks(2)
+def test_what_was_made_before_a_missed_call_is_made_again(rank: int, missed: str, nodes: Any, tmp_path: Path) -> None:
     """Rank 1 misses a call that is not of this loader, which has memory and groups."""
     topology = epload.Topology.from_nodes(nodes)
-    model, by_kind = calls(topology, folder)
+    model, by_kind = calls(topology, tmp_path)
     sent = torch.zeros(2)
     with epload.HierarchicalLoader(topology, readers="one", progress=False, timeout=60) as loader:
         loader.load(model, {"weight": torch.zeros(4, 5), "bias": torch.zeros(4)})
@@ -101,12 +105,6 @@ def keeps(rank: int, missed: str, nodes: list[list[int]], folder: Path) -> None:
             loader.load(model, {"weight": torch.full((4, 5), number), "bias": torch.zeros(4)})
             epload.coalesced_bcast([sent], 0, topology)
             assert (model.weight.unique().tolist(), sent.tolist()) == ([number], [number] * 2)
-
-
-@pytest.mark.parametrize("missed", ["load", "save", "load_state"])
-@pytest.mark.parametrize("nodes", [[[0, 1]], [[0], [1]]], ids=["one node", "two nodes"])
-def test_what_was_made_before_a_missed_call_is_made_again(missed: str, nodes: Any, tmp_path: Path) -> None:
-    ranks.run(2, keeps, missed, nodes, tmp_path)
 
 
 def alone(rank: int) -> tuple[str, float]:

@@ -26,13 +26,14 @@ from epload.ranks.connection import DEFAULT_TIMEOUT
 from epload.ranks.control import Control
 from epload.ranks.groups import Group, GroupStore
 from support import ranks
-from support.checks import all_fine
 from support.failures import Slow, error_of, outcome, raised, raised_by
 from support.memory import memfds
+from support.on_ranks import on_ranks
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 
-def failing_larger_load(rank: int) -> None:
+@on_ranks(4, limit=80)
+def test_a_larger_load_that_one_rank_cannot_plan_leaves_all_with_the_same_memory(rank: int) -> None:
     """One rank cannot plan a load that needs more memory than the one before; the next load needs as much as the first."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="partitioned", timeout=10, progress=False)
     model = meta_net()
@@ -44,24 +45,17 @@ def failing_larger_load(rank: int) -> None:
         assert wrong(model, state_for(number)) == []
 
 
-def test_a_larger_load_that_one_rank_cannot_plan_leaves_all_with_the_same_memory() -> None:
-    ranks.run(4, failing_larger_load, limit=80)
-
-
-def loading_twice(rank: int) -> None:
-    loader, model = new_loader(Topology.from_nodes(NODES)), meta_net()
-    for number in (1, 2):
-        loader.load(model, only_readers(state_for(number), "one"))
-        assert wrong(model, state_for(number)) == []
-
-
 def set_lazy() -> None:
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
 
 
-def test_groups_of_gloo_connect_at_once() -> None:
+@on_ranks(4, limit=80, setup=set_lazy)
+def test_groups_of_gloo_connect_at_once(rank: int) -> None:
     """They do not look for keys when they first send, which are deleted by then."""
-    ranks.run(4, loading_twice, limit=80, setup=set_lazy)
+    loader, model = new_loader(Topology.from_nodes(NODES)), meta_net()
+    for number in (1, 2):
+        loader.load(model, only_readers(state_for(number), "one"))
+        assert wrong(model, state_for(number)) == []
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -79,7 +73,8 @@ def test_what_torch_would_end_the_process_for(watched: bool) -> None:
     assert seen == [("nccl", "0" if watched else "1")]
 
 
-def failing_group(rank: int) -> None:
+@on_ranks(4, limit=60)
+def test_a_group_that_one_rank_cannot_make_fails_the_load_on_all(rank: int) -> None:
     """A rank cannot make a group of its first load; the others have made theirs and go on, until they hear of it."""
     loader, model = new_loader(Topology.from_nodes(NODES)), meta_net()
     no_port = mock.patch.object(dist, "ProcessGroupGloo", side_effect=RuntimeError("no port"))
@@ -91,10 +86,6 @@ def failing_group(rank: int) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     loader.load(model, only_readers(state_for(2), "one"))
     assert wrong(model, state_for(2)) == []
-
-
-def test_a_group_that_one_rank_cannot_make_fails_the_load_on_all() -> None:
-    ranks.run(4, failing_group, limit=60)
 
 
 def group_of_a_late_rank(rank: int) -> list[str]:
@@ -160,7 +151,9 @@ def test_a_launched_rank_that_loads_alone_is_warned(size: str, warned: bool, cap
         assert f"warning: {texts[0]}" in str(report)
 
 
-def broadcast_after_a_load(rank: int, fails: bool) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(4, limit=60)
+def test_a_loaders_timeout_ends_with_its_load(rank: int, fails: bool) -> None:
     topology = Topology.from_nodes(NODES)
     loader = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=7.0)
     model, state = meta_net(), state_for(1)
@@ -175,11 +168,6 @@ def broadcast_after_a_load(rank: int, fails: bool) -> None:
     for name in {route.inter_group, route.intra_group} - {""}:
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
         assert group._get_backend(torch.device("cpu")).options._timeout == DEFAULT_TIMEOUT
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_loaders_timeout_ends_with_its_load(fails: bool) -> None:
-    ranks.run(4, broadcast_after_a_load, fails, limit=60)
 
 
 def kept_across_groups(rank: int, folder: Path) -> str:
@@ -311,7 +299,9 @@ def test_a_load_inside_a_load_is_refused() -> None:
     assert "load() or coalesced_bcast() was called" in results[0]
 
 
-def failing_announcement(rank: int, round_: str) -> list[str]:
+@pytest.mark.parametrize("round_", ["planning", "sharing memory"])
+@on_ranks(4, limit=60)
+def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory(rank: int, round_: str) -> list[str]:
     """A round fails between a leader's announcement of memory and the end of it: another rank was interrupted in it."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)
     before = len(memfds())
@@ -330,8 +320,3 @@ def failing_announcement(rank: int, round_: str) -> list[str]:
         problems.append(f"descriptors of shared memory are left: {memfds()}")
     loader.load(model, only_readers(state_for(2), "one"))
     return problems + wrong(model, state_for(2))
-
-
-@pytest.mark.parametrize("round_", ["planning", "sharing memory"])
-def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory(round_: str) -> None:
-    all_fine(ranks.run(4, failing_announcement, round_, limit=60))

@@ -18,8 +18,8 @@ from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.ranks import topology
 from support import fakedev, ranks
 from support.accelerator import DEVICE, meta_net, wrong
-from support.checks import all_fine
 from support.failures import raised
+from support.on_ranks import on_ranks
 from support.small_model import BUCKET, state_for
 
 Nodes = list[list[int]]
@@ -98,8 +98,9 @@ def test_wrong_nodes_are_refused_on_every_rank() -> None:
             assert part in text, (name, text)
 
 
-def halves(rank: int, nodes: Nodes | None) -> list[str]:
-    """Two halves work at the same time and never call anything together. ``nodes`` are those of the second half."""
+@on_ranks(5)
+def test_parts_of_a_job_work_side_by_side(rank: int) -> list[str]:
+    """Two halves work at the same time and never call anything together."""
     members = [[0, 1], [2, 3, 4]]
     made = [dist.new_group(ranks) for ranks in members]
     half = int(rank > 1)
@@ -110,7 +111,7 @@ def halves(rank: int, nodes: Nodes | None) -> list[str]:
         wrong += [] if kind == "ValueError" and part in text else [f"{others}: {kind} {text}"]
     kind, text = raised(partial(Topology.from_nodes, [members[1 - half]], group=made[1 - half]))
     wrong += [] if kind in ("ValueError", "TypeError") else [f"a group of others: {kind} {text}"]
-    topo = Topology.from_nodes(nodes, group=group) if half and nodes is not None else Topology.discover(group=group)
+    topo = Topology.from_nodes([[2, 4], [3]], group=group) if half else Topology.discover(group=group)
     if topo.ranks != tuple(own):
         wrong.append(f"ranks {topo.ranks}")
     for turn, src in enumerate(own * 2):
@@ -131,10 +132,6 @@ def halves(rank: int, nodes: Nodes | None) -> list[str]:
         wrong.append(str(report))
     wrong.extend(f"{k} is wrong" for k, v in model.state_dict().items() if not torch.equal(v, state[k]))
     return wrong
-
-
-def test_parts_of_a_job_work_side_by_side() -> None:
-    assert ranks.run(5, halves, [[2, 4], [3]]) == [[]] * 5
 
 
 def test_without_a_process_group() -> None:
@@ -208,15 +205,12 @@ def loads(topology: Topology, sources: tuple[int, ...]) -> list[str]:
     return problems
 
 
-def whole_and_part(rank: int, folder: Path) -> list[str]:
+@pytest.mark.usefixtures("fake_device")
+@on_ranks(WORLD, setup=fakedev.setup)
+def test_only_members_make_a_group(rank: int, tmp_path: Path) -> list[str]:
     """All ranks load, then some of them: the others take no part, and are not needed."""
-    bind(rank, folder)
+    bind(rank, tmp_path)
     group = dist.new_group(list(PART))  # the caller's, of which all ranks of the job know
     with no_group_of_torchs():
         problems = loads(Topology.from_nodes([[0, 1], [2, 3], [4]]), (0, 1))
         return problems + loads(Topology.from_nodes([[0, 1], [3]], group), (0, 1)) if rank in PART else problems
-
-
-@pytest.mark.usefixtures("fake_device")
-def test_only_members_make_a_group(tmp_path: Path) -> None:
-    all_fine(ranks.run(WORLD, whole_and_part, tmp_path, setup=fakedev.setup))

@@ -22,7 +22,7 @@ from peft import (
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import epload
 from support import ranks
@@ -31,17 +31,14 @@ from support.checks import all_fine
 from support.failures import must_raise
 from support.findings import not_refused
 from support.jobs import Job, Meeting, run
+from support.pretrained import small_llama
 
 IDS = torch.arange(7)[None]
 
 
-def base(tied: bool = False) -> LlamaForCausalLM:
+def base(tied: bool = False) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=32,
-        tie_word_embeddings=tied,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return small_llama(tie_word_embeddings=tied).eval()
 
 
 def adapted(tied: bool = False, **options: Any) -> Any:
@@ -240,6 +237,7 @@ def send(rank: int, meeting: Meeting, folder: str | None) -> list[str]:
                 names.rename(f"{names}-away")
                 problems += not_refused(lambda: sender.send_weights(2), "no checkpoint")
                 Path(f"{names}-away").rename(names)
+            meeting.say(f"refused before {adapter}")  # who waits for the version that fails would fail, too
             sender.send_weights(2 * version + 1)
             model.unmerge_adapter()
         meeting.hear("done")
@@ -250,6 +248,7 @@ def receive(rank: int, meeting: Meeting) -> list[str]:
     model, reference, problems = base(), two_adapters(), []
     with epload.WeightReceiver(model, meeting.hear("address"), strict=True, timeout=60) as receiver:
         for adapter in ("default", "second"):
+            meeting.hear(f"refused before {adapter}")
             receiver.receive_weights()
             receiver.commit()
             reference.set_adapter(adapter)

@@ -30,15 +30,16 @@ from epload.saving import shared
 from epload.saving.plan import SLOT_BYTES
 from epload.saving.run import PendingSave
 from measure import PeakMemory
-from support import fakedev, ranks
+from support import ranks
 from support.accelerator import DEVICE
 from support.checkpoints import assert_same, read_all
-from support.checks import all_fine, flipped, full_values, ties
+from support.checks import flipped, full_values, ties
 from support.failures import error_of
 from support.findings import not_refused_by_all
 from support.jobs import Job, Meeting, run
 from support.layout_cases import cases
 from support.layout_loads import meta_model, none_fails, oracle
+from support.on_ranks import on_ranks
 from support.small_syncs import receiving, sending, take
 from support.synced_models import SHAPES, build, check, values, write
 
@@ -193,40 +194,37 @@ def test_the_ranks_of_one_node_save_to_its_disk(tmp_path: Path) -> None:
     assert all(found[name].equal(values(name, 3)) for name in SHAPES)
 
 
-def same_files(rank: int, folder: str) -> list[str]:
+@pytest.mark.usefixtures("fake_device")
+@pytest.mark.parametrize("semantics", ["nccl", "hccl"])
+@on_ranks(2)
+def test_a_model_on_a_device_writes_the_same_files(rank: int, tmp_path: Path, semantics: str) -> list[str]:
     """A model on a device writes what it writes on CPU, where regions are packed first; in each layout, and converted."""
     model, problems = build("fsdp", dist.get_world_size(), where=DEVICE), []
     write(model, 1)
-    epload.save(model, f"{folder}/now")
-    pending = epload.save_async(model, f"{folder}/later")
+    epload.save(model, f"{tmp_path}/now")
+    pending = epload.save_async(model, f"{tmp_path}/later")
     write(model, 2)
     pending.wait()
-    epload.save(model, f"{folder}/changes", base=f"{folder}/now")
+    epload.save(model, f"{tmp_path}/changes", base=f"{tmp_path}/now")
     for name, version in (("now", 1), ("later", 1), ("changes", 2)):
         again = build("tp1", dist.get_world_size(), where=DEVICE if name == "changes" else "cpu")
-        epload.load(again, f"{folder}/{name}", progress=False)
+        epload.load(again, f"{tmp_path}/{name}", progress=False)
         check(again, version)
     for kind in ("plain", "fsdp", "tp0", "tp1"):
         for dtype in (None, torch.bfloat16):
             for where in ("cpu", DEVICE):
                 model = build(kind, dist.get_world_size(), where=where)
                 write(model, 3)
-                path = f"{folder}/{kind}-{dtype}-{where[:3]}"
+                path = f"{tmp_path}/{kind}-{dtype}-{where[:3]}"
                 epload.save(model, path, dtype=dtype, max_shard_bytes=20_000)
             dist.barrier()
-            one, other = (Path(f"{folder}/{kind}-{dtype}-{where}") for where in ("cpu", DEVICE[:3]))
+            one, other = (Path(f"{tmp_path}/{kind}-{dtype}-{where}") for where in ("cpu", DEVICE[:3]))
             names = sorted(each.name for each in one.iterdir())
             if names != sorted(each.name for each in other.iterdir()):
                 problems.append(f"{kind}: other files")
             different = [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()]
             problems += [f"{kind}, {dtype}: {name} differs" for name in different]
     return problems
-
-
-@pytest.mark.usefixtures("fake_device")
-@pytest.mark.parametrize("semantics", ["nccl", "hccl"])
-def test_a_model_on_a_device_writes_the_same_files(semantics: str, tmp_path: Path) -> None:
-    all_fine(ranks.run(2, same_files, str(tmp_path), setup=partial(fakedev.setup, semantics)))
 
 
 def train(rank: int, meeting: Meeting, folder: str) -> list[str]:
@@ -272,7 +270,8 @@ def test_calls_wait_for_what_runs_in_the_background(tmp_path: Path) -> None:
     assert run([Job(2, train, (str(tmp_path),)), Job(1, infer)])[0] == [[], []]
 
 
-def calls_while_a_save_is_stuck(rank: int, folder: str) -> list[str]:
+@on_ranks(2)
+def test_what_is_made_or_called_wrongly_waits_too(rank: int, tmp_path: Path) -> list[str]:
     """Makes a sender, and calls load wrongly, while a save begins on one rank only once that says that a call waits for it."""
     model, original, problems, messages = build("fsdp", 2), PendingSave._run, list[str](), list[str]()
 
@@ -290,19 +289,15 @@ def calls_while_a_save_is_stuck(rank: int, folder: str) -> list[str]:
         mock.patch("epload.ranks.single_flight._PATIENCE", 0.1),
         mock.patch.object(logger, "warning", lambda text, *values: messages.append(text % values)),
     ):
-        first = epload.save_async(model, f"{folder}/1")
-        problems += not_refused_by_all(lambda: epload.load(model, f"{folder}/1", readers="none"), "ValueError", "readers")
-        second = epload.save_async(model, f"{folder}/2")
+        first = epload.save_async(model, f"{tmp_path}/1")
+        problems += not_refused_by_all(lambda: epload.load(model, f"{tmp_path}/1", readers="none"), "ValueError", "readers")
+        second = epload.save_async(model, f"{tmp_path}/2")
         with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1):
             problems += [] if second.done() else ["a sender was made while a save ran"]
     first.wait(), second.wait()
-    if rank == 1 and not said(f"{folder}/2"):
+    if rank == 1 and not said(f"{tmp_path}/2"):
         problems.append(f"no warning: {messages}")
     return problems
-
-
-def test_what_is_made_or_called_wrongly_waits_too(tmp_path: Path) -> None:
-    all_fine(ranks.run(2, calls_while_a_save_is_stuck, str(tmp_path)))
 
 
 def test_a_child_of_a_fork_is_in_no_call_of_its_parent() -> None:

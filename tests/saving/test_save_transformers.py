@@ -21,7 +21,7 @@ from support import ranks
 from support.checkpoints import assert_same, read_all, read_folder
 from support.findings import differing, must_be_refused_by_all
 from support.on_ranks import on_ranks
-from support.pretrained import build, by_the_library, fsdp, random
+from support.pretrained import build, by_the_library, fsdp, quiet, random
 
 FSDP, HSDP = partial(fsdp, shard=4), partial(fsdp, replicate=2, shard=2)
 TP, EP = partial(by_the_library, tp_size=2, fsdp_size=2), partial(by_the_library, ep_size=2, fsdp_size=4)
@@ -30,13 +30,6 @@ CASES: dict[str, tuple[Callable[[Any], Any], ...]] = {
     "mixtral": (FSDP, EP), "deepseek_v3": (FSDP, EP), "gpt_oss": (FSDP,), "qwen3_vl_moe": (FSDP,),
     "llama": (FSDP, TP), "bert": (HSDP,),
 }  # fmt: skip
-
-
-def quiet() -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
 
 
 def save(rank: int, folder: str) -> None:
@@ -162,19 +155,6 @@ def test_what_is_of_the_load_or_the_process_is_not_saved(tmp_path: Path) -> None
     again = type(model).from_pretrained(tmp_path / "ours")
     assert differing(again, model) == []
     assert again.generation_config.compile_config is None
-
-
-def test_a_tied_embedding_has_its_own_name_with_names_from(tmp_path: Path) -> None:
-    """The name is that of ``save_pretrained``, whichever the checkpoint of names_from has first."""
-    settings = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=32, tie_word_embeddings=True
-    )
-    model = transformers.LlamaForCausalLM(settings)
-    model.save_pretrained(tmp_path / "theirs")
-    expected = load_file(tmp_path / "theirs/model.safetensors")
-    names = {"lm_head.weight": torch.zeros(32, 16)} | expected
-    epload.save(model, tmp_path / "ours", names_from=names)
-    assert_same(load_file(tmp_path / "ours/model.safetensors"), expected)
 
 
 def test_a_tie_that_no_class_declares_is_refused(tmp_path: Path) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import tomllib
-from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from engine import CONFIGS, make_checkpoint
 
+from support.jobs import session
 from support.small_syncs import names_culprit
 
 LIMIT = 240.0
@@ -24,14 +22,11 @@ LIMIT = 240.0
 def run(scenario: str, folder: Path, *numbers: int) -> Any:
     command = [sys.executable, str(Path(__file__).with_name("serving.py")), scenario, str(folder), *map(str, numbers)]
     with open(folder / "output", "w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            status = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            status = -1
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        with session(command, stdout=output, stderr=subprocess.STDOUT) as process:
+            try:
+                status = process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                status = -1
         output.seek(0)
         lines = output.read().splitlines()
     replies = [line for line in lines if line.startswith("{")]

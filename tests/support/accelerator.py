@@ -1,4 +1,4 @@
-"""Models and checks for loads into the fake accelerator, and runs of one function on CPU and there."""
+"""Models and checks for loads into the fake accelerator, runs of one function on CPU and there, and the GPU of tests on one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from support import fakedev, ranks, small_model
@@ -15,6 +16,7 @@ from support.fakedev import build
 from support.small_model import State
 
 DEVICE = f"{fakedev.NAME}:0"
+CUDA = "cuda:0"
 SEMANTICS = pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
 NODES = {1: [[0]], 2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0, 1], [2, 3]]}
 WAYS = (
@@ -41,3 +43,12 @@ class ExternalStream:
     """Stands for torch_npu's class of that name: a stream that it did not make."""
 
     device = SimpleNamespace(type="npu")
+
+
+def gloo() -> str:
+    return "cpu:gloo,cuda:gloo"
+
+
+def nccl() -> str:
+    torch.cuda.set_device(0)
+    return "cpu:gloo,cuda:nccl"

@@ -44,6 +44,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
+def same_bits(a: Tensor, b: Tensor | None) -> bool:
+    return b is not None and (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(as_bytes(a), as_bytes(b))
+
+
 def flipped(tensor: Tensor, step: int) -> Tensor:
     """Returns a copy in which one bit of every so many bytes differs."""
     raw = as_bytes(tensor).clone()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.checks import as_bytes, full_tensor
+from support.checks import full_tensor, same_bits
 from support.failures import error_of
 
 
@@ -17,16 +16,12 @@ def differing(found: nn.Module | Mapping[str, Any], expected: nn.Module | Mappin
     """Returns the names of tensors that differ in dtype, shape or bits, shards gathered, and of those that one side lacks."""
     ours, theirs = _tensors(found), _tensors(expected)
     both = [name for name in theirs if name in ours]
-    return [*sorted(ours.keys() ^ theirs.keys()), *(name for name in both if not _same_bits(ours[name], theirs[name]))]
+    return [*sorted(ours.keys() ^ theirs.keys()), *(name for name in both if not same_bits(ours[name], theirs[name]))]
 
 
 def _tensors(side: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
     state = side.state_dict() if isinstance(side, nn.Module) else side
     return {name: full_tensor(value.detach()) for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(as_bytes(a), as_bytes(b))
 
 
 def not_refused(action: Callable[[], Any], *parts: str) -> list[str]:

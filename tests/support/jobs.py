@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,3 +60,14 @@ def run(jobs: Sequence[Job], limit: float = ranks.LIMIT) -> list[list[Any]]:
         if errors:
             raise ranks.RankFailed("\n======== another job:\n".join(errors))
         return [each.result() for each in running]
+
+
+@contextmanager
+def session(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Starts a command, which is killed at the end with all that it has started."""
+    process = subprocess.Popen(command, text=True, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -7,14 +7,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from support import ranks
+from support import fakedev, ranks
 from support.checks import all_fine
 
 
 def on_ranks(world: int, prepare: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
     """Makes a test of a function, which takes the rank and then fixtures or parameters, and returns what is wrong on that rank.
 
-    ``prepare`` is called first, in the process of the test, with the latter. ``options`` are those of ``ranks.run``.
+    ``prepare`` is called first, in the process of the test, with the latter. ``options`` are those of ``ranks.run``. A parameter
+    ``semantics`` is that of the fake device, which each rank sets up.
     """
 
     def test_of(function: Callable[..., Any]) -> Callable[..., None]:
@@ -24,7 +25,8 @@ def on_ranks(world: int, prepare: Callable[..., Any] | None = None, **options: A
             given = [values[parameter.name] for parameter in parameters]
             if prepare is not None:
                 prepare(*given)
-            found = ranks.run(world, functools.partial(_call, test), *given, **options)
+            setup = {"setup": functools.partial(fakedev.setup, values["semantics"])} if "semantics" in values else {}
+            found = ranks.run(world, functools.partial(_call, test), *given, **options, **setup)
             all_fine([problems or () for problems in found])
 
         functools.update_wrapper(test, function)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import epload
 from epload.core.placement import box_slices
 from epload.integrations.engine.recording import Recording, record
-from support.checks import as_bytes
+from support.checks import same_bits
 from support.engines import Loader, Weights
 
 
@@ -69,10 +69,6 @@ def check_recording(make: Callable[[], nn.Module], weights: Mapping[str, Tensor]
     wrong = [name for name, tensor in tensors_of(expected).items() if not same_bits(tensor, theirs[name])]
     assert wrong == [], f"{wrong} differ from what load_weights gives; {recording}"
     return recording
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(as_bytes(a), as_bytes(b))
 
 
 def by_name(model: Loader, weights: Weights) -> None:

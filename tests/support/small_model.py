@@ -13,10 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from epload import HierarchicalLoader, Topology
+
 NODES = [[0, 1], [2, 3]]
 BUCKET = 256
 """Bytes; the small model takes a dozen such buckets."""
 State = dict[str, Tensor]
+
+
+def loader() -> HierarchicalLoader:
+    return HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=4096, progress=False, timeout=60)
 
 
 class Net(nn.Module):

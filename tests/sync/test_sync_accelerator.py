@@ -23,11 +23,11 @@ from epload.ranks.groups import Group
 from epload.sync.device_route import DeviceRoute
 from epload.sync.devices import DeviceAccess, link_obstacle, share_memory
 from epload.transfer.shards import Shards
-from support import fakedev, ranks
+from support import fakedev
 from support.accelerator import DEVICE
-from support.checks import all_fine
 from support.device_syncs import CCL, move_to_cpu, send_versions
 from support.jobs import Job, Meeting, run
+from support.on_ranks import on_ranks
 from support.small_syncs import attempt, many_waves, receiving, take
 from support.sync_jobs import receive, send
 from support.synced_models import build, check
@@ -189,7 +189,8 @@ class Plan:
         return "a bucket"
 
 
-def failed(rank: int) -> list[str]:
+@on_ranks(1, setup=fakedev.setup)
+def test_nothing_arrives_after_a_failure(rank: int) -> list[str]:
     tensor, bucket = torch.zeros(ELEMENTS, device=DEVICE), torch.zeros(Bucket.nbytes, dtype=torch.uint8)
     shards = Shards(Plan(), [tensor], False, "rank 0", 1)
     bucket[64:].view(torch.float32).fill_(7.0)
@@ -210,7 +211,3 @@ def failed(rank: int) -> list[str]:
     torch.accelerator.synchronize()
     stream.synchronize()
     return [f"holds {tensor[0].item()}"] if tensor[0].item() != 9.0 else []
-
-
-def test_nothing_arrives_after_a_failure() -> None:
-    all_fine(ranks.run(1, failed, setup=fakedev.setup))

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import DataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import epload
 from epload.mapping.wrappers import adapter_file
@@ -27,6 +26,7 @@ from support import small_model
 from support.checkpoints import assert_same
 from support.checks import all_fine, local_of
 from support.jobs import Job, Meeting, run
+from support.pretrained import small_llama
 from support.recordings import manifest_of
 from support.small_syncs import outcome, receiving, sending, take
 from support.sync_jobs import send_model
@@ -34,12 +34,9 @@ from support.sync_jobs import send_model
 IDS = torch.arange(7)[None]
 
 
-def base(seed: int = 0) -> LlamaForCausalLM:
+def base(seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=31,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return small_llama().eval()
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -277,7 +274,7 @@ def lora(*modules: str, **options: Any) -> Any:
 
 def with_value_head() -> Any:
     model: Any = base()
-    model.value_head = nn.Linear(12, 1)
+    model.value_head = nn.Linear(24, 1)
     return model
 
 

@@ -16,7 +16,7 @@ import pytest
 from support.checkpoints import assert_same
 from support.checks import all_fine, differences, fill
 from support.jobs import Job, Meeting, run
-from support.pretrained import build, by_the_library, by_torch, fsdp, published, random
+from support.pretrained import build, by_the_library, by_torch, fsdp, published, quiet, random
 from support.small_syncs import receiving, sending, take
 
 VERSIONS = (1, 2)
@@ -35,14 +35,6 @@ CASES: dict[str, tuple[Parallelize, tuple[Parallelize, ...]]] = {
     "llama": (FSDP, (TP,)),
     "gemma3": (FSDP, (TP,)),
 }
-
-
-def quiet() -> str:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # plans with rules that match nothing in a small model
-    return "gloo"
 
 
 def train(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, receivers: int) -> list[str]:

@@ -10,13 +10,14 @@ import pytest
 from epload import HierarchicalLoader, Topology
 from epload.transfer import engine
 from epload.transfer.movers import Mover, relay
-from support import ranks
-from support.checks import all_fine
 from support.example_mover import point_to_point
+from support.on_ranks import on_ranks
 from support.small_model import BUCKET, NODES, meta_net, state_for, wrong
 
 
-def load_over(rank: int, mover: Callable[..., Mover]) -> list[str]:
+@pytest.mark.parametrize("mover", [relay, point_to_point])
+@on_ranks(4)
+def test_a_mover_fills_every_shard(rank: int, mover: Callable[..., Mover]) -> list[str]:
     problems = []
     for readers, algorithm in (("one", "two_level"), ("partitioned", "striped")):
         model = meta_net()
@@ -25,8 +26,3 @@ def load_over(rank: int, mover: Callable[..., Mover]) -> list[str]:
             report = loader.load(model, state_for(1))
         problems += wrong(model, state_for(1)) + ["moved nothing"] * (algorithm == "striped" and report.transport_steps == 0)
     return problems
-
-
-@pytest.mark.parametrize("mover", [relay, point_to_point])
-def test_a_mover_fills_every_shard(mover: Callable[..., Mover]) -> None:
-    all_fine(ranks.run(4, load_over, mover))

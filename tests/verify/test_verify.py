@@ -31,6 +31,7 @@ from epload.verify.compare import compare_values
 from support import ranks
 from support.checks import all_fine
 from support.failures import error_of, must_raise
+from support.on_ranks import on_ranks
 from support.small_model import BUCKET, NODES, Net, State, meta_net, only_readers, state_for, wrong
 
 WAYS = (("one", "two_level"), ("one", "striped"), ("partitioned", "striped"), ("every", "two_level"))
@@ -285,13 +286,10 @@ def test_what_differs_is_named_and_nothing_else(from_file: bool, tmp_path: Path)
     assert {*listed[1].split(", ")} == {f"{i} on rank 0" for i in range(0, 50, 10)}
 
 
-def verifies_itself(rank: int) -> list[str]:
+@on_ranks(2)
+def test_ranks_without_the_checkpoint_do_not_verify_what_verifies_itself(rank: int) -> list[str]:
     """Ranks without the checkpoint do as the one that has it."""
     with mock.patch.object(StateDictCheckpoint, "verified", True):
         model = Net()
         report = epload.load(model, only_readers(state_for(1), "one"), readers="one", verify=True, progress=False)
     return wrong(model, state_for(1)) + ["verified"] * report.verified
-
-
-def test_ranks_without_the_checkpoint_do_not_verify_what_verifies_itself() -> None:
-    all_fine(ranks.run(2, verifies_itself))

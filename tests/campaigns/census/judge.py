@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import epload
 from campaigns.census.classes import resolve
 from campaigns.census.shrink import candidates, copy_of
-from support.checks import as_bytes
+from support.checks import same_bits
+from support.recordings import tensors_of
 
 LIMIT = 64_000_000
 """Parameters of a model that is judged."""
@@ -160,16 +161,6 @@ def is_garbage(tensor: Tensor) -> bool:
     return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).any())
 
 
-def same(a: Tensor, b: Tensor | None) -> bool:
-    """True if tensors are equal bit for bit."""
-    return b is not None and a.dtype == b.dtype and a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
-
-
-def tensors_of(model: nn.Module) -> Tensors:
-    """Returns parameters and buffers, under each of their names."""
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-
-
 def unsaved(model: nn.Module) -> set[str]:
     """Returns the names of the buffers that are not persistent."""
     return {
@@ -209,10 +200,10 @@ class _Case:
             self._verdict.notes.append(f"save_pretrained: {_text(error)}; saved as the model has it")
             self._save(folder, self._state())
         loaded, _ = self._load(folder, strict=True)
-        differing = [name for name, tensor in loaded.items() if not same(tensor, self._tensors[name])]
+        differing = [name for name, tensor in loaded.items() if not same_bits(tensor, self._tensors[name])]
         oracle = self._oracle(folder) if differing else {}
         for name in differing:
-            if same(loaded[name], oracle.get(name)):
+            if same_bits(loaded[name], oracle.get(name)):
                 self._verdict.notes.append(f"{name} is not as built, but as from_pretrained has it")
                 continue
             self._report("whole", name, loaded[name], oracle)
@@ -238,11 +229,11 @@ class _Case:
             loaded, reported = self._load(folder, strict=False)
         missing = {alias for name in dropped for alias in self._names_of(name)}
         for name, tensor in loaded.items():
-            if same(tensor, oracle.get(name)):
+            if same_bits(tensor, oracle.get(name)):
                 continue  # it may take another key for a missing one
             if name in missing and tensor.numel() and not reported & self._names_of(name):
                 self._verdict.wrong(f"partial: {name} is missing and not reported as initialized")
-            if same(tensor, self._tensors[name]):
+            if same_bits(tensor, self._tensors[name]):
                 continue
             if name in missing or name in self._unsaved:
                 self._judge_computed(name, tensor, oracle, folder)
@@ -268,7 +259,7 @@ class _Case:
             loaded, _ = self._load(source, strict=True, dtype=own)
             for name in sorted(set(expected) & set(loaded)):
                 got, want = loaded[name], expected[name]
-                if got.dtype != want.dtype or (name not in self._unsaved and not same(got, want)):
+                if got.dtype != want.dtype or (name not in self._unsaved and not same_bits(got, want)):
                     self._verdict.wrong(f"dtype={dtype!r}: {name} is {_few(got)}, from_pretrained has {_few(want)}")
 
     def _report(self, case: str, name: str, got: Tensor, oracle: Tensors) -> None:
@@ -287,7 +278,7 @@ class _Case:
                 self._report("partial", name, got, oracle)
             return
         expected = built if theirs is None else theirs
-        fixed = theirs is not None and same(theirs, self._oracle(folder, SEED + 3).get(name))
+        fixed = theirs is not None and same_bits(theirs, self._oracle(folder, SEED + 3).get(name))
         if fixed or not got.is_floating_point() or bool(got.isfinite().all()) != bool(expected.isfinite().all()):
             self._report("partial", name, got, oracle)
         elif got.numel() >= 64:
