@@ -129,6 +129,31 @@ def test_mistakes_and_dicts(rank: int, tmp_path: Path) -> None:
         assert report.missing_keys == [*more]
 
 
+class OneRow(nn.Module):
+    """A row that two names share: the second of two ranks has no element of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.other = (nn.Linear(4, 1, bias=False) for _ in range(3))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x) + self.other(x)
+
+
+@on_ranks(2)
+def test_tied_tensors_of_which_a_rank_has_nothing(rank: int, tmp_path: Path) -> None:
+    model = fully_shard(OneRow())
+    state = state_of((model, torch.optim.AdamW(model.parameters())))
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    values = {name: local_of(tensor).clone() for name, tensor in state["model"].items()}
+    for tensor in state["model"].values():
+        local_of(tensor).zero_()
+    epload.load_state(state, tmp_path / "dcp", progress=False)
+    assert all(torch.equal(local_of(tensor), values[name]) for name, tensor in state["model"].items())
+    epload.save(state["model"], tmp_path / "saved")
+
+
 def test_keys_that_are_no_strings(tmp_path: Path) -> None:
     """An optimizer's own state dict has such keys. torch saves them under their strings."""
     model, data = nn.Linear(3, 2), torch.ones(2, 3)

@@ -66,7 +66,11 @@ def _check_quantizer(model: Any) -> None:
     if quantizer is None or not getattr(model, "is_quantized", False):
         return
     serializable = quantizer.is_serializable if isinstance(quantizer.is_serializable, bool) else quantizer.is_serializable()
-    if not serializable or "get_state_dict_and_metadata" in vars(type(quantizer)) or quantizer.get_weight_conversions():
+    if (
+        not serializable
+        or "get_state_dict_and_metadata" in vars(type(quantizer))
+        or getattr(quantizer, "get_weight_conversions", list)()
+    ):
         raise ModelMismatch(
             f"{type(model).__name__} keeps its weights as {type(quantizer).__name__} has packed them, which only transformers "
             "unpacks; save it with save_pretrained(), or dequantize it first (model.dequantize())"
