@@ -65,6 +65,7 @@ def _check_quantizer(model: Any) -> None:
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None or not getattr(model, "is_quantized", False):
         return
+    conversions = getattr(quantizer, "get_weight_conversions", list)  # which those of diffusers lack
     serializable = quantizer.is_serializable if isinstance(quantizer.is_serializable, bool) else quantizer.is_serializable()
     if (
         not serializable
