@@ -67,11 +67,7 @@ def _check_quantizer(model: Any) -> None:
         return
     conversions = getattr(quantizer, "get_weight_conversions", list)  # which those of diffusers lack
     serializable = quantizer.is_serializable if isinstance(quantizer.is_serializable, bool) else quantizer.is_serializable()
-    if (
-        not serializable
-        or "get_state_dict_and_metadata" in vars(type(quantizer))
-        or getattr(quantizer, "get_weight_conversions", list)()
-    ):
+    if not serializable or "get_state_dict_and_metadata" in vars(type(quantizer)) or conversions():
         raise ModelMismatch(
             f"{type(model).__name__} keeps its weights as {type(quantizer).__name__} has packed them, which only transformers "
             "unpacks; save it with save_pretrained(), or dequantize it first (model.dequantize())"
