@@ -254,3 +254,6 @@ def test_weights_in_a_layout_that_only_the_library_knows_are_not_saved(fails: st
         for call in (partial(epload.save, model, tmp_path / "saved"), partial(sender.send_weights, 1)):
             must_raise(epload.ModelMismatch, "keeps its weights as .*HfQuantizer has packed them", call)
     assert not (tmp_path / "saved").exists()
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with epload.WeightSender(adapted, ("127.0.0.1", 0), receivers=1, timeout=0.5, only="adapter") as sender:
+        must_raise(epload.LoadError, "0 receiving ranks ready", sender.send_weights, 1)  # it sends none of these weights

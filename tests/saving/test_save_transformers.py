@@ -21,7 +21,7 @@ from support import ranks
 from support.checkpoints import assert_same, read_all, read_folder
 from support.findings import differing, must_be_refused_by_all
 from support.on_ranks import on_ranks
-from support.pretrained import build, by_the_library, fsdp, quiet, random
+from support.pretrained import build, by_the_library, fsdp, quiet, random, small_llama
 
 FSDP, HSDP = partial(fsdp, shard=4), partial(fsdp, replicate=2, shard=2)
 TP, EP = partial(by_the_library, tp_size=2, fsdp_size=2), partial(by_the_library, ep_size=2, fsdp_size=4)
@@ -169,6 +169,15 @@ def test_a_tie_that_no_class_declares_is_refused(tmp_path: Path) -> None:
         with pytest.raises(epload.ModelMismatch, match=text):
             epload.save(wrapped, tmp_path / "ours")
     epload.save(model, tmp_path / "ours", mapping=epload.Mapping())  # for loads that do not depend on the library
+
+
+def test_a_tie_that_the_configuration_turns_off_is_refused(tmp_path: Path) -> None:
+    model = small_llama(tie_word_embeddings=False)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(epload.ModelMismatch, match=r"embed_tokens\.weight and lm_head\.weight are one parameter"):
+        epload.save(model, tmp_path / "saved")
+    model.config.tie_word_embeddings = True
+    epload.save(model, tmp_path / "saved")
 
 
 @on_ranks(2)

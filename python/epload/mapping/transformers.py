@@ -93,6 +93,7 @@ def check_declared_ties(model: Any, index: MappingType[str, int]) -> None:
     declared = [
         f"{path}.{pattern}" if path else pattern
         for path, module in inner.named_modules()
+        if getattr(getattr(module, "config", None), "tie_word_embeddings", False)  # else the library ties nothing
         for pattern in getattr(module, "_tied_weights_keys", None) or ()
     ]
     names: dict[int, list[str]] = defaultdict(list)

@@ -70,12 +70,14 @@ def catalog(
         names_from: a checkpoint whose names and shapes are taken; None to derive them from the mapping.
 
     Raises:
-        ModelMismatch: a tensor of the model, or a part of one, is in no checkpoint tensor.
+        ModelMismatch: a tensor of the model, or a part of one, is in no checkpoint tensor; or only transformers knows how a
+            quantized model is saved.
         ValueError: the names cannot be derived from the mapping.
     """
     check_names(model, mapping, names_from)
     if isinstance(model, MegatronChunks):
         return *megatron_catalog(model, mapping, names_from), ""
+    _check_quantizer(unwrap(model, ())[0])
     dtypes = {name: targets.dtypes[number] for name, number in targets.index.items()}
     added = names_added_by_adapters(model, targets.index)
     shapes = {name: shape for name, shape in targets.shapes.items() if name not in added}
@@ -106,6 +108,21 @@ def catalog(
     manifest = Manifest(tuple(names[i] for i in used), tuple(unpadded), of_tensors, "the model")
     text = repr(replace(rules, ties=(), aliases=()))  # ranks may have some of the tied tensors, and other wrappers
     return manifest, [placed[i] for i in used], [sizes[i] for i in used], text
+
+
+def _check_quantizer(model: Any) -> None:
+    """Raises ModelMismatch for a model of transformers whose quantized weights are not what its checkpoints have: they may be in
+    the layout of a kernel, or no tensors."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None or not getattr(model, "is_quantized", False):
+        return
+    conversions = getattr(quantizer, "get_weight_conversions", list)  # which those of diffusers lack
+    serializable = quantizer.is_serializable if isinstance(quantizer.is_serializable, bool) else quantizer.is_serializable()
+    if not serializable or "get_state_dict_and_metadata" in vars(type(quantizer)) or conversions():
+        raise ModelMismatch(
+            f"{type(model).__name__} keeps its weights as {type(quantizer).__name__} has packed them, which only transformers "
+            "unpacks; save it with save_pretrained(), or dequantize it first (model.dequantize())"
+        )
 
 
 def _check_stacks(inner: Any, shapes: Shapes[str, Shape]) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
-from epload.errors import ModelMismatch
 from epload.mapping.precision import set_dtypes
 from epload.mapping.wrappers import is_from_package, unwrap
 from epload.model.devices import devices_of
@@ -33,8 +30,7 @@ class ModelReader:
         """Returns the model's targets. Reshards FSDP2 modules.
 
         Raises:
-            ModelMismatch: see :func:`epload.model.targets.collect`; or Megatron has not gathered the parameters; or only
-                transformers knows how a quantized model is saved.
+            ModelMismatch: see :func:`epload.model.targets.collect`; or Megatron has not gathered the parameters.
             ValueError: a tensor is on meta, or tensors are on several accelerators.
         """
         if isinstance(self.model, MegatronChunks):
@@ -45,8 +41,6 @@ class ModelReader:
         state = self._snapshot.read(self.model, options) if self._snapshot is not None else None
         if state is not None:
             return state[0]
-        if not self._filled:
-            _check_quantizer(inner)
         modules = Modules(self.model)
         self.has_adapters = any(is_adapter(module) or is_from_package(module, "peft") for module in modules.unique)
         targets = collect(self.model, parts, modules, self._filled, self._own_names, loaded=True)
@@ -57,18 +51,3 @@ class ModelReader:
         devices = devices_of(targets, modules.offloaded, ())
         self._snapshot = Snapshot(self.model, modules, targets, devices, options)
         return targets
-
-
-def _check_quantizer(model: Any) -> None:
-    """Raises ModelMismatch for a model of transformers whose quantized weights are not what its checkpoints have: they may be in
-    the layout of a kernel, or no tensors."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is None or not getattr(model, "is_quantized", False):
-        return
-    conversions = getattr(quantizer, "get_weight_conversions", list)  # which those of diffusers lack
-    serializable = quantizer.is_serializable if isinstance(quantizer.is_serializable, bool) else quantizer.is_serializable()
-    if not serializable or "get_state_dict_and_metadata" in vars(type(quantizer)) or conversions():
-        raise ModelMismatch(
-            f"{type(model).__name__} keeps its weights as {type(quantizer).__name__} has packed them, which only transformers "
-            "unpacks; save it with save_pretrained(), or dequantize it first (model.dequantize())"
-        )
