@@ -191,6 +191,7 @@ def send_both(rank: int, meeting: Meeting) -> list[str]:
                     sender.send_weights(step)
         model.merge_adapter()
         outcomes += [outcome(partial(sending.send_weights, 50)) for sending in (sender, adapter_sender)]
+        meeting.say("refused")  # of which a receiver that waits already would hear
         adapter_sender.close()
         outcomes += [outcome(partial(sender.send_weights, version)) for version in (51, 52)]
         model.unmerge_adapter()
@@ -223,6 +224,7 @@ def receive_both(rank: int, meeting: Meeting) -> list[str]:
         assert all(map(torch.equal, weights, copies)), "the base has overwritten the adapter's copy"
         assert (base_receiver.version, adapter_receiver.version) == (2, 40)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        meeting.hear("refused")
         text = outcome(base_receiver.receive_weights)
         assert_same(model.state_dict(), before)
         model.base_model.disable_adapter_layers()
