@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from collections.abc import Mapping as Shapes
 from dataclasses import replace
 from functools import reduce
 from itertools import chain
@@ -125,7 +124,7 @@ def _check_quantizer(model: Any) -> None:
         )
 
 
-def _check_stacks(inner: Any, shapes: Shapes[str, Shape]) -> None:
+def _check_stacks(inner: Any, shapes: dict[str, Shape]) -> None:
     """Raises ModelMismatch if a rank has some of the experts that a class of transformers stacks in one tensor, and nothing says
     which: all ranks would be taken to have the same ones.
 
