@@ -144,7 +144,7 @@ struct Part {
 int64_t cut(Region& region, size_t index, std::vector<Part>& parts) {
   if (region.converts()) {
     parts.push_back({index, 0, 0});
-    return static_cast<int64_t>(region.tensor.nbytes());
+    return span_of(region.copy);
   }
   auto& s = region.form = collapse(region.tensor, region.copy);
   s.run *= static_cast<int64_t>(region.tensor.element_size());

@@ -1,5 +1,6 @@
 #include "threads.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
@@ -10,10 +11,20 @@
 #include <thread>
 #include <vector>
 
+extern "C" __attribute__((weak)) void omp_set_num_threads(int); // of the OpenMP runtime that torch uses
+
 namespace epload {
 namespace {
 
 constexpr size_t kMostThreads = 1024; // more than any machine can use here
+
+// Keeps torch's operators in this thread: each thread would start as many threads as the machine has cores.
+void use_one_thread() {
+  at::get_num_threads(); // the first call in a thread sets the number
+  if (omp_set_num_threads != nullptr) {
+    omp_set_num_threads(1);
+  }
+}
 
 } // namespace
 
@@ -38,6 +49,7 @@ void on_threads(int64_t threads, Tasks& tasks, const std::function<void()>& work
       helpers.emplace_back([&] {
         const c10::InferenceMode same_mode(inference);
         const at::NoGradGuard no_grad;
+        use_one_thread();
         guarded();
       });
     }

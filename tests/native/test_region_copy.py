@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -305,3 +307,31 @@ def write_to_freed_storage() -> None:
 def test_freed_storage_is_refused() -> None:
     """FSDP frees an unsharded parameter so. Writing to it would end the process, which is one of its own here."""
     assert ranks.run_alone(write_to_freed_storage) == (0, "")
+
+
+def _count_threads(rank: int, threads: int) -> int:
+    """Returns the most threads that a copy of converting regions has."""
+    torch.set_num_threads(threads)
+    regions, elements = 4 * threads, 1 << 20
+    bucket = torch.zeros(elements * 2 * regions, dtype=torch.uint8)
+    targets = [torch.zeros(elements) for _ in range(regions)]
+    rows = [Row(i, elements * 2 * i, torch.bfloat16, [0], [elements], [1]) for i in range(regions)]
+    table, counts, done = table_of(rows, 1), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            counts.append(len(os.listdir("/proc/self/task")))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(3):
+        ops.unpack(bucket, targets, table)
+    done.set()
+    watcher.join()
+    return max(counts)
+
+
+def test_conversions_have_no_more_threads_than_other_copies() -> None:
+    """Each thread of a copy converts by torch's own operator, which takes threads of its own for large tensors."""
+    (most,) = ranks.run(1, _count_threads, 16)
+    assert 16 <= most < 64

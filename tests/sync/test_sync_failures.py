@@ -26,6 +26,7 @@ from epload.ranks.single_flight import Call
 from epload.sync import changes_route, participants, store
 from epload.sync.committed import CommittedTensors
 from epload.sync.generation import Generation
+from epload.sync.node_version import NodeVersion
 from epload.sync.targets import ModelTarget
 from epload.transfer.engine import Engine
 from support import fakedev
@@ -108,6 +109,69 @@ def test_a_receiver_that_dies_between_versions_is_left_out() -> None:
     sent, left, _ = run(jobs_of("", "host", (1, 2, 2, {2: "b-0-dies"}), ["", ""], ["", "die waiting"]))
     assert [text for text, _ in sent[0]] == ["", ""]
     assert [(text, version) for text, version, _ in left[0]] == [("", 1), ("", 2)]
+
+
+def send_and_leave(rank: int, meeting: Meeting) -> str:
+    model = build("fsdp", 2)
+    with many_waves(), sending(meeting, model, timeout=TIMEOUT, topology=epload.Topology.from_nodes([[0], [1]])) as sender:
+        write(model, 1)
+        return outcome(partial(sender.send_weights, 1))
+
+
+def receive_slowly(rank: int, meeting: Meeting) -> int:
+    """The sender's ranks wait so long for the last round that they seldom ask how it has ended."""
+    with many_waves(), at_second_wave(partial(time.sleep, 1.0)), receiving(meeting, build("plain", 1)) as receiver:
+        return take(receiver).version
+
+
+def test_ranks_of_a_sender_on_other_nodes_learn_how_a_version_has_ended_before_it_is_closed() -> None:
+    assert run([Job(2, send_and_leave), Job(1, receive_slowly)]) == [["", ""], [1]]
+
+
+def receive_in_two_threads(rank: int, meeting: Meeting) -> tuple[str, str]:
+    model = build("plain", 1)
+    with many_waves(), receiving(meeting, model, timeout=TIMEOUT) as receiver:
+        receiver.receive_weights()
+        unpack = NodeVersion.unpack
+
+        def receives_meanwhile(version: NodeVersion, tensors: Any) -> None:
+            unpack(version, tensors)
+            thread = threading.Thread(target=receiver.receive_weights)
+            thread.start()
+            texts.append(wait_until_refused(receiver))
+            meeting.say("second")
+            thread.join()
+
+        texts: list[str] = []
+        with mock.patch.object(NodeVersion, "unpack", receives_meanwhile):
+            text = outcome(receiver.commit)
+        assert receiver.partially_updated
+        receiver.commit()
+        check(model, 2)
+        return text, texts[0]
+
+
+def wait_until_refused(receiver: epload.WeightReceiver) -> str:
+    """Returns the text of the error of a second call once another thread is in the first."""
+    while not receiver._receiving.locked():
+        time.sleep(0.001)
+    return outcome(receiver.receive_weights)
+
+
+def send_two(rank: int, meeting: Meeting) -> None:
+    model = build("plain", 1)
+    with many_waves(), sending(meeting, model, timeout=TIMEOUT) as sender:
+        for version in (1, 2):
+            if version == 2:
+                meeting.hear("second")
+            write(model, version)
+            sender.send_weights(version)
+
+
+def test_threads_that_use_one_receiver_mix_no_versions() -> None:
+    _, ((committed, received),) = run([Job(1, send_two), Job(1, receive_in_two_threads)])
+    assert committed == "version 1 was discarded, as another one was received meanwhile"
+    assert received == "expected one call of receive_weights() at a time; another thread is in it"
 
 
 def leaving(rank: int, meeting: Meeting) -> None:

@@ -175,7 +175,7 @@ def fail(sender: SenderRendezvous, number: int, *ranks: ReceiverRendezvous) -> N
     sender.start(Start(failed="a version that failed"))
     for rank in ranks:
         with pytest.raises(LoadError, match="a version that failed"):
-            rank.versions.wait_for_start(number, LIMIT)
+            rank.wait_for_start(number, LIMIT)
         rank.join_again()
 
 
@@ -238,3 +238,21 @@ def test_an_engine_that_begins_to_wait_as_the_next_version_is_announced_counts_f
     assert offers.withdraw(store) == {}
     add_rank(store, WAITING, waiting[0])
     assert list(offers.withdraw(store)) == ["a"]
+
+
+def test_a_rank_that_gave_up_before_the_start_comes_to_the_same_version(rendezvous: tuple[SenderRendezvous, int]) -> None:
+    """The sender counts on it while it waits for another."""
+    sender, port = rendezvous
+    first, second = joined(port, 0), joined(port, 1)
+    sender.announce(1)
+    assert first.get_ready(LIMIT) == (1, 1)
+    with pytest.raises(WaitTimeout, match="did not begin to send it"):
+        first.wait_for_start(1, SOON)
+    second.get_ready(LIMIT)
+    sender.start(Start(1, participants=str(len(gather(sender)))))
+    assert first.get_ready(LIMIT) == (1, 1)
+    assert first.wait_for_start(1, LIMIT).participants == "2"
+    sender.announce(2)
+    assert first.get_ready(LIMIT) == (2, 2)
+    for rank in (first, second):
+        rank.close()

@@ -78,7 +78,7 @@ class Generation:
             holdings: this rank's of the manifest's tensors.
             failure: why this rank cannot take part; raised on all.
             node_version: of the generation before.
-            check: called now and then until all ranks have come; raises LoadError if one will not.
+            check: called now and then while this rank waits for others; raises LoadError if one has left.
 
         Raises:
             LoadError, ValueError: as :func:`~epload.sync.joining.join`, or a receiver needs what no sender has.
@@ -99,6 +99,7 @@ class Generation:
         with self._explained():
             ranks = participants.senders + len(participants.receivers)
             self.control, self._messages = join(store, timeout, number, ranks, rank, message, holdings, failure, check)
+            self.control.check_others = check
             self._own, self._sends = self._messages[rank], rank < participants.senders
             assert manifest is not None
             self._declared = manifest.dtypes

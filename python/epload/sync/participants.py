@@ -172,10 +172,13 @@ class Announcements:
             raise LoadError(start.failed)
         return start
 
-    def acknowledge(self, number: int) -> None:
-        """Tells the sender that this rank knows how an announced version has ended."""
+    def acknowledge(self, number: int = 0) -> None:
+        """Tells the sender's first rank that this rank knows how an announced version, by default the last, has ended."""
         with suppress(RuntimeError):  # the sender has ended meanwhile
-            answered(lambda: self._store.add(f"acknowledged/{number}", 1), timedelta(seconds=_BEAT_SECONDS))
+            answered(
+                lambda: self._store.add(f"acknowledged/{number or self._store.add('announcements', 0)}", 1),
+                timedelta(seconds=_BEAT_SECONDS),
+            )
 
     def _wait(self, key: str, timeout: timedelta, why: str) -> bytes:
         def wait() -> bytes:
@@ -219,6 +222,8 @@ class ReceiverRendezvous:
         self._closed = threading.Event()
         self._ended = False
         """The sender has been closed, and with it its store."""
+        self._undecided = 0
+        """Number of an announcement for which this rank was ready, and whose start it has not read; 0 if there is none."""
         self.versions = Announcements(store, timeout)
         """The versions that the sender sends."""
         number = answer_of_sender(lambda: store.add("receivers", 1), timeout)
@@ -257,11 +262,25 @@ class ReceiverRendezvous:
         """
         last, is_open = self.last()
         number = last if is_open else last + 1
+        if self._undecided > max(0, last - _RECENT_VERSIONS):
+            number = self._undecided
         version = self.versions.read(number, timeout)
         if version is None:
             raise LoadError(_CLOSED)
         self.versions.get_ready(number, self.participant)
         return number, version
+
+    def wait_for_start(self, number: int, timeout: timedelta) -> Start:
+        """See :meth:`Announcements.wait_for_start`. After a timeout or an interrupt, the sender still counts on this rank: the
+        next call is ready for the same version."""
+        self._undecided = number
+        try:
+            start = self.versions.wait_for_start(number, timeout)
+        except LoadError as error:
+            self._undecided = number if isinstance(error, WaitTimeout) else 0
+            raise
+        self._undecided = 0
+        return start
 
     def last(self) -> tuple[int, bool]:
         """See :meth:`Announcements.last`. Raises LoadError also if the sender has been closed."""
@@ -393,12 +412,12 @@ class SenderRendezvous:
         self._store.set(f"start/{self._number}", json.dumps(start))
 
     def acknowledged(self) -> int:
-        """Returns how many receivers know how what was announced last has ended."""
+        """Returns how many ranks know how what was announced last has ended."""
         return self._store.add(f"acknowledged/{self._number}", 0)
 
     def end(self, unacknowledged: int) -> None:
-        """Says that there are no more versions, once so many receivers know how the last one has ended, for which they need the
-        store. Waits a moment until receivers know that, too."""
+        """Says that there are no more versions, once so many ranks know how the last one has ended, for which they need the store.
+        Waits a moment until receivers know that, too."""
         until = time.monotonic() + _ACKNOWLEDGMENT_SECONDS
         while self.acknowledged() < unacknowledged and time.monotonic() < until:
             time.sleep(0.025)

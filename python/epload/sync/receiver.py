@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -121,6 +122,7 @@ class WeightReceiver(Endpoint):
         self._leave = weakref.finalize(self, _leave, self._rendezvous, self._holder, self._store, os.getpid())
         self._arrival: Arrival | None = None
         """Holds the version that was received last, with ``stage="device"``."""
+        self._receiving = threading.Lock()
         self._rejected = False
         """True if memory of a sender could not be opened in the generation before."""
         self._holdings = full_holdings((), ())
@@ -156,13 +158,19 @@ class WeightReceiver(Endpoint):
         Raises:
             LoadError: a rank of either job failed, or the sender announces another version, or no version within the timeout; the
                 same on every rank that took part. :attr:`version` is what it was, unless the target is partially updated.
+            ValueError: the receiver is closed, or another thread is in this method.
         """
         self._check_open()
         began, until = perf_counter(), time.monotonic() + self._timeout.total_seconds()
-        self._discard()
-        report = None
-        while report is None:
-            report = self._receive_from_engines(version, until) or self._receive_from_sender(version, until)
+        if not self._receiving.acquire(blocking=False):
+            raise ValueError("expected one call of receive_weights() at a time; another thread is in it")
+        try:
+            self._discard()
+            report = None
+            while report is None:
+                report = self._receive_from_engines(version, until) or self._receive_from_sender(version, until)
+        finally:
+            self._receiving.release()
         report.waited = perf_counter() - began - report.seconds
         return report
 
@@ -200,7 +208,7 @@ class WeightReceiver(Endpoint):
                 f"of its {self.engine.size} ranks called receive_weights(), and are they alive?"
             )
         number, announced = self._rendezvous.get_ready(timedelta(seconds=left))
-        start, participants = self._rendezvous.versions.wait_for_start(number, self._timeout), None
+        start, participants = self._rendezvous.wait_for_start(number, self._timeout), None
         if not self._continues(start):
             participants = Participants.fetch(self._store, start.participants, self._timeout)
             if self._rendezvous.participant not in participants.receivers:
@@ -314,7 +322,8 @@ class WeightReceiver(Endpoint):
         """Copies the last received version into the target. Local to this rank; does nothing with ``stage="none"``.
 
         Raises:
-            ValueError: no version was received since the last commit.
+            ValueError: no version was received since the last commit; or another thread has received one meanwhile, and the target
+                is partially updated.
             LoadError: with ``verify=True``, the target does not hold what has arrived.
             OutOfMemoryError, or what an engine raises: the target is partially updated. Call ``commit()`` again.
         """
@@ -333,6 +342,7 @@ class WeightReceiver(Endpoint):
         if self._target.changes_on_prepare:
             self._mark_partially_updated()
         self._target.fill(copy)
+        self._check_staged(generation, version)
         self._finish(version)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -349,8 +359,7 @@ class WeightReceiver(Endpoint):
         self._mark_partially_updated()
         assert generation.node_version is not None
         for item in chain(self._target.assemble(generation.node_version), [None]):
-            if self._generation is not generation or self.staged != version:
-                raise ValueError(f"version {version} was discarded, as another one was received meanwhile")
+            self._check_staged(generation, version)
             if item is not None:
                 yield item
         self._finish(version)
@@ -364,6 +373,10 @@ class WeightReceiver(Endpoint):
         if self.staged is None or self._generation is None:
             raise ValueError("expected a version that was received and not committed; call receive_weights() first")
         return self._generation, self.staged
+
+    def _check_staged(self, generation: Generation, version: int) -> None:
+        if self._generation is not generation or self.staged != version:
+            raise ValueError(f"version {version} was discarded, as another one was received meanwhile")
 
     def _mark_partially_updated(self) -> None:
         self.version, self.partially_updated = None, True

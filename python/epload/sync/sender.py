@@ -31,7 +31,7 @@ from epload.sync.endpoint import Deltas, Endpoint, Snapshots, Transports, check_
 from epload.sync.generation import Generation
 from epload.sync.handing_on import Offer, Offers
 from epload.sync.joining import JoinMessage
-from epload.sync.participants import Participant, Participants, SenderRendezvous, Start
+from epload.sync.participants import Announcements, Participant, Participants, SenderRendezvous, Start
 from epload.sync.report import SyncReport
 from epload.sync.scope import Selection
 from epload.sync.sources import SentModel
@@ -301,6 +301,8 @@ class WeightSender(Endpoint):
                 raise
             finally:
                 model.tensors = []  # a trainer that moves its weights elsewhere replaces them
+                if not self._first:
+                    Announcements(self._store, self._timeout).acknowledge()
         report.seconds = perf_counter() - began
         return report
 
@@ -346,7 +348,7 @@ class WeightSender(Endpoint):
             self._cancel(version, error, rendezvous)
             raise
         rendezvous.start(start)
-        self._unacknowledged = len(receivers)
+        self._unacknowledged = len(receivers) + len(self.topology.ranks) - 1
         return start
 
     def _announce_failure(self, version: int, error: BaseException) -> None:
@@ -374,8 +376,8 @@ class WeightSender(Endpoint):
     def close(self) -> None:
         """Ends the store and frees memory. Not collective. May be called again.
 
-        The first rank waits up to 5 s until all receivers know that they have the last version, or why it has failed. Until then
-        they need the store.
+        The first rank waits up to 5 s until all other ranks know that receivers have the last version, or why it has failed. Until
+        then they need the store.
         """
         if self._sending is not None:
             futures.wait([self._sending])
