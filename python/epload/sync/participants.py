@@ -416,8 +416,8 @@ class SenderRendezvous:
         return self._store.add(f"acknowledged/{self._number}", 0)
 
     def end(self, unacknowledged: int) -> None:
-        """Says that there are no more versions, once so many ranks know how the last one has ended, for which they need the store.
-        Waits a moment until receivers know that, too."""
+        """Says that there are no more versions, once so many ranks know how the last one has ended, for which they need the
+        store. Waits a moment until receivers know that, too."""
         until = time.monotonic() + _ACKNOWLEDGMENT_SECONDS
         while self.acknowledged() < unacknowledged and time.monotonic() < until:
             time.sleep(0.025)

@@ -322,8 +322,8 @@ class WeightReceiver(Endpoint):
         """Copies the last received version into the target. Local to this rank; does nothing with ``stage="none"``.
 
         Raises:
-            ValueError: no version was received since the last commit; or another thread has received one meanwhile, and the target
-                is partially updated.
+            ValueError: no version was received since the last commit, or another thread has received one meanwhile, so that the
+                target is partially updated.
             LoadError: with ``verify=True``, the target does not hold what has arrived.
             OutOfMemoryError, or what an engine raises: the target is partially updated. Call ``commit()`` again.
         """

@@ -376,7 +376,7 @@ class WeightSender(Endpoint):
     def close(self) -> None:
         """Ends the store and frees memory. Not collective. May be called again.
 
-        The first rank waits up to 5 s until all other ranks know that receivers have the last version, or why it has failed. Until
+        The first rank waits up to 5 s until all others know that receivers have the last version, or why it has failed. Until
         then they need the store.
         """
         if self._sending is not None:
