@@ -141,7 +141,9 @@ def save_and_send(rank: int, meeting: jobs.Meeting, folder: Path, plans: bool) -
     epload.save(wrapped, folder / "saved", topology=runs.topology)
     if not plans:
         epload.save(nn.ModuleDict({"text": model}), folder / "outer", topology=runs.topology)
+    model.cpu()  # gives DTensors other objects
     epload.save(model.experts, folder / "inner", topology=runs.topology)
+    epload.save(model.state_dict(), folder / "state", topology=runs.topology)
     with sending(meeting, wrapped) as sender:
         sender.send_weights(1)
 
@@ -153,6 +155,7 @@ def receive(rank: int, meeting: jobs.Meeting, folder: Path) -> None:
     expected = load_file(folder / "fused.safetensors")
     assert_same(model.state_dict(), expected)
     assert_same(load_file(folder / "saved/model.safetensors"), expected)
+    assert_same(load_file(folder / "state/model.safetensors"), expected)
     assert_same(load_file(folder / "inner/model.safetensors"), {"gate_up": expected["experts.gate_up"]})
     if (outer := folder / "outer/model.safetensors").exists():
         assert_same({name.removeprefix("text."): tensor for name, tensor in load_file(outer).items()}, expected)
@@ -171,6 +174,15 @@ def test_modules_that_each_rank_numbers_from_0_are_not_saved_as_replicas(rank: i
     loader(2).load(model, tmp_path / "model.safetensors", local_modules=local)
     text = r"was loaded with LocalModules(first=...)"
     must_be_refused(lambda: epload.save(model, tmp_path / "saved", topology=loader(2).topology), "ModelMismatch", text)
+
+
+@on_ranks(2, store)
+def test_a_model_that_is_sharded_after_the_load_has_the_same_outer_shards(rank: int, tmp_path: Path) -> None:
+    model, on = Fused(EXPERTS // 2), mesh(("fsdp", 1), ("ep", 2))
+    loader(2).load(model, tmp_path / "fused.safetensors", outer_shards=[OuterShard("experts", on["ep"])])
+    fully_shard(model.experts, mesh=on["fsdp"])
+    epload.save(model, tmp_path / "saved", topology=loader(2).topology)
+    assert_same(load_file(tmp_path / "saved/model.safetensors"), load_file(tmp_path / "fused.safetensors"))
 
 
 @on_ranks(2, store)

@@ -343,3 +343,18 @@ def test_what_passes_leave_unsharded_is_filled(rank: int) -> None:
                 if hasattr(module, "reshard"):
                     module.reshard()
             assert differing(model, state) == [], f"{use.__name__}, {again}"
+
+
+@on_ranks(2)
+def test_a_part_of_a_model_is_filled_where_the_whole_has_gathered_it(rank: int) -> None:
+    """A pass without a backward pass leaves what the outermost module gathers unsharded."""
+    model: Any = Passed()
+    fully_shard(model)
+    with epload.HierarchicalLoader(progress=False, timeout=60) as loader:
+        for salt in (1, 2):  # the second load has a snapshot of the part
+            with torch.no_grad():
+                model(X)
+            values = {name: torch.full(tensor.shape, salt * 1.0) for name, tensor in model.embed.state_dict().items()}
+            loader.load(model.embed, values)
+            model.reshard()
+            assert differing(model.embed, values) == []

@@ -171,7 +171,7 @@ class HierarchicalLoader:
             with report.timed("plan"), garbage_collection.paused():
                 load = self._agreement.run(request, report)
             run_load(self._resources, request, load, report, self.progress and topology.rank == options.src)
-            remember(request.parts, load.inputs.targets.names, load.inputs.targets.tensors)
+            remember(request.parts, request.model, load.inputs.targets.names, load.inputs.targets.tensors)
             if self._remembers:
                 with report.timed("plan"), garbage_collection.paused():
                     self._agreement.inputs.remember(request, load.inputs)

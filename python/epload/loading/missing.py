@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -10,7 +10,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from epload.core.attempt import Attempt
 from epload.core.default_device import callers_default_device
@@ -39,9 +38,9 @@ from epload.report import LoadReport
 
 _warned = WeakSet[nn.Module]()
 """Models whose buffers a report has warned of."""
-_unfinished: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
-"""The versions of tensors that a load which has failed was to fill or to initialize, and that held no values before. They hold
-none until a load succeeds, or something else writes to them."""
+_UNFINISHED = "_epload_unfinished"
+"""An attribute of tensors that a load which has failed was to fill or to initialize, and that held no values before: their
+version. They hold none until a load succeeds, or something else writes to them."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,11 @@ class Missing:
 
 def has_unfinished(targets: Targets) -> bool:
     """Returns True if a load has failed that was to give values to some of the targets."""
-    return bool(_unfinished) and any(map(_is_unfinished, targets.tensors))
+    return any(map(_is_unfinished, targets.tensors))
 
 
 def _is_unfinished(tensor: Tensor) -> bool:
-    return bool(_unfinished) and _unfinished.get(tensor) == _version(tensor)
+    return _UNFINISHED in tensor.__dict__ and tensor.__dict__[_UNFINISHED] == _version(tensor)
 
 
 def _version(tensor: Tensor) -> int:
@@ -87,10 +86,10 @@ def finishing(targets: Targets, missing: Missing) -> Iterator[None]:
     except BaseException:
         for tensor in (targets.tensors[i] for i in without_values):
             if not tensor.is_meta:
-                _unfinished[tensor] = _version(tensor)
+                tensor.__dict__[_UNFINISHED] = _version(tensor)
         raise
-    for tensor in targets.tensors if _unfinished else ():
-        _unfinished.pop(tensor, None)
+    for tensor in targets.tensors:
+        tensor.__dict__.pop(_UNFINISHED, None)
 
 
 def unfilled_anywhere(control: Control, inputs: LocalInputs, plan: LoadPlan) -> list[list[str]]:

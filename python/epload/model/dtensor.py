@@ -6,13 +6,14 @@ with every supported torch (tested).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -34,6 +35,17 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def fsdp_modules() -> list[FSDPModule]:
+    """Returns all modules in this process that FSDP2 shards."""
+    return [module for module in _module_state_mapping if isinstance(module, FSDPModule)]
+
+
+def owners_of_parameters(module: FSDPModule) -> Iterator[nn.Module]:
+    """Yields the modules that have the parameters which an FSDP module gathers."""
+    for info in (parameter._module_info for group in parameter_groups(module) for parameter in group.fsdp_params):
+        yield from (info.module, *info.shared_modules)
 
 
 def reshard(module: FSDPModule) -> None:

@@ -4,18 +4,20 @@ modules for its experts only. The caller describes both when loading, and what i
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from epload.core.patterns import check_expressions
 from epload.core.placement import Layout, Sharded
 from epload.errors import ModelMismatch
 from epload.model import dtensor
+from epload.model.memory import storage_of
 from epload.observe.render import list_first
 
 
@@ -93,8 +95,10 @@ class LocalModules:
 Parts = Sequence[OuterShard | LocalModules]
 """All that a caller says of one model. For each tensor the first outer shard and the first local modules that match apply."""
 
-_loaded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The outer shard that each tensor is, as the caller of a load has said; None for one of modules that a rank numbers itself."""
+_loaded = WeakKeyDictionary[nn.Module, dict[str, tuple[OuterShard | None, torch.Size]]]()
+"""The outer shard that each tensor of a module is, as the caller of a load has said, and its shape then; None for one of modules
+that a rank numbers itself. Tensors are replaced when a model is moved or sharded, and ``torch.utils.swap_tensors`` refuses those
+that have weak references."""
 _changes = 0
 """Number of times that a tensor was remembered as something else."""
 
@@ -114,15 +118,23 @@ def planned_shards(*models: nn.Module) -> Parts:
     return tuple(OuterShard(pattern, *key) for key, pattern in patterns.items())
 
 
-def remember(parts: Parts, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Remembers what a load was told of a model's tensors, for saves and senders. Not for copies of them."""
+def remember(parts: Parts, model: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Remembers what a load was told of a model's tensors, for saves and senders. Not for copies of the model."""
     global _changes
-    for name, tensor in zip(names, tensors, strict=True) if parts else ():
-        renumbered = any(isinstance(part, LocalModules) and part.first and part.global_name(name) for part in parts)
-        outer = outer_shard(parts, name)
-        if (outer is not None or renumbered) and (tensor not in _loaded or _loaded[tensor] != outer):
-            _loaded[tensor] = outer
-            _changes += 1
+    name_of = dict(zip(map(id, tensors), names, strict=True))
+    for module in model.modules() if parts else ():
+        for leaf, tensor in _tensors_of(module).items():
+            if tensor is None or (name := name_of.get(id(tensor))) is None:
+                continue
+            renumbered = any(isinstance(part, LocalModules) and part.first and part.global_name(name) for part in parts)
+            loaded = outer_shard(parts, name), tensor.shape
+            if (loaded[0] is not None or renumbered) and _loaded.get(module, {}).get(leaf) != loaded:
+                _loaded.setdefault(module, {})[leaf] = loaded
+                _changes += 1
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor | None]:
+    return module._parameters | module._buffers
 
 
 def remembered() -> int:
@@ -130,13 +142,28 @@ def remembered() -> int:
     return _changes
 
 
-def loaded_as(name: str, tensor: Tensor) -> OuterShard | None:
+def loaded_shards() -> dict[object, OuterShard | None]:
+    """Returns the outer shard that each tensor of a loaded model is, by where its elements are, so that tensors of the model's
+    state dict are found, too; None for one of modules that a rank numbers itself."""
+    return {
+        _place_of(tensor): outer
+        for module, leaves in _loaded.items()
+        for leaf, (outer, shape) in leaves.items()
+        if (tensor := _tensors_of(module).get(leaf)) is not None and tensor.shape == shape
+    }
+
+
+def _place_of(tensor: Tensor) -> object:
+    local = dtensor.with_memory(tensor)
+    return storage_of(local), local.storage_offset(), local.shape
+
+
+def loaded_as(name: str, tensor: Tensor, shards: Mapping[object, OuterShard | None]) -> OuterShard | None:
     """Returns the outer shard that a tensor was loaded as. Raises ModelMismatch for one of modules that each rank numbers itself,
-    of which other ranks have others under the same name."""
-    if tensor not in _loaded:
+    of which other ranks have others under the same name. ``shards``: of all that was loaded, see :func:`loaded_shards`."""
+    if not shards or tensor.layout != torch.strided or (place := _place_of(tensor)) not in shards:
         return None
-    outer: OuterShard | None = _loaded[tensor]
-    if outer is None:
+    if (outer := shards[place]) is None:
         raise ModelMismatch(
             f"{name} was loaded with LocalModules(first=...): other ranks have other tensors under this name, and would be taken "
             "for replicas; number the modules as in the checkpoint, or stack them in tensors that an OuterShard describes"

@@ -61,8 +61,11 @@ class Modules:
 
     @cached_property
     def fsdp(self) -> list[FSDPModule]:
-        """The modules that FSDP2 shards."""
-        return [module for module in self.unique if isinstance(module, FSDPModule)]
+        """The modules that FSDP2 shards, and those around this model that gather parameters of its modules."""
+        own = set(map(id, self.unique))
+        others = [module for module in dtensor.fsdp_modules() if id(module) not in own]
+        outer = [module for module in others if any(id(owner) in own for owner in dtensor.owners_of_parameters(module))]
+        return [*outer, *(module for module in self.unique if isinstance(module, FSDPModule))]
 
     @cached_property
     def fsdp_groups(self) -> list[Any]:

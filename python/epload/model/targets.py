@@ -19,7 +19,7 @@ from epload.core.placement import Layout, Placement
 from epload.errors import ModelMismatch
 from epload.model import dtensor, memory
 from epload.model.dtensor import Mesh, mesh_of
-from epload.model.expert_parallel import OuterShard, Parts, check_patterns, global_name, loaded_as, outer_shard
+from epload.model.expert_parallel import OuterShard, Parts, check_patterns, global_name, loaded_as, loaded_shards, outer_shard
 from epload.model.flat_state import FlatState
 from epload.model.megatron import MegatronChunks
 from epload.model.memory import storage_of
@@ -191,6 +191,7 @@ def collect(
     """Targets with storage, by where they have it, and how they are sharded; filled only if some may share it."""
     with_memory = {id(tensor): dtensor.with_memory(tensor) for _, tensor in entries}
     overlap = _may_overlap(with_memory.values())
+    shards = loaded_shards() if loaded else {}
     layouts: dict[tuple[object, ...], int] = {}
     """Layout numbers, by what layouts depend on."""
     for name, tensor in entries:
@@ -207,7 +208,7 @@ def collect(
             targets.index[global_name(expert_parallel, name) or name] = by_id[id(tensor)] = owner
             continue
         fsdp_axis, outer = fsdp_axes.get(id(tensor)), outer_shard(expert_parallel, name)
-        outer = loaded_as(name, tensor) if loaded and outer is None else outer
+        outer = loaded_as(name, tensor, shards) if outer is None else outer
         if not filled and outer is None and not isinstance(model, MegatronChunks):
             _check_whole(name, local)
         key = (tensor.shape, local.shape, sharding, fsdp_axis, outer)
