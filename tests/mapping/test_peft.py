@@ -366,3 +366,32 @@ def test_base_rows_of_trained_tokens(saved: Path, tmp_path: Path) -> None:
     model.unmerge_adapter()
     rows = model.get_base_model().model.embed_tokens.token_adapter.base_layer.weight
     assert torch.equal(rows, load_file(saved / "model.safetensors")["model.embed_tokens.weight"])
+
+
+class PackedLinear(nn.Linear):
+    """Shows the constants of its packed weight in its state dict, as bitsandbytes' Linear4bit does."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = torch.ones(3)
+
+
+def packed() -> Any:
+    model = base()
+    for layer in model.model.layers:
+        kept = layer.self_attn.q_proj
+        layer.self_attn.q_proj = PackedLinear(kept.in_features, kept.out_features, bias=False)
+    return peft.get_peft_model(model, lora("q_proj"))
+
+
+def test_an_adapter_over_layers_that_show_what_they_do_not_have(saved: Path, tmp_path: Path) -> None:
+    """It is filled, and a checkpoint of all weights is refused."""
+    peft.get_peft_model(draw(base()), lora("q_proj")).save_pretrained(tmp_path / "adapter")
+    model = packed()
+    load(model, tmp_path / "adapter")
+    file = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for name, tensor in file.items():
+        assert torch.equal(model.get_parameter(name.replace(".weight", ".default.weight")), tensor)
+    for strict in (True, False):
+        with pytest.raises(epload.ModelMismatch, match=r"q_proj.* \(PackedLinear\) returns copies in its state dict"):
+            load(model, saved, strict=strict)

@@ -101,6 +101,13 @@ def test_mx_exponents(case: str, suffix: str, tmp_path: Path) -> None:
     assert torch.equal(got, Fp8Dequantize(None)._dequantize_one(value, scale, BF16))
 
 
+def test_scales_of_blocks_as_modelopt_writes_them(tmp_path: Path) -> None:
+    config = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8_PB_WO"}}
+    value, scale = fp8(200, 256), torch.rand(2, 2) + 0.1
+    folder = write(tmp_path, {"w": value, "w_scale": scale.reshape(2, 1, 2, 1)}, config, "hf_quant_config.json")
+    assert torch.equal(load(folder, 200, 256), dequantized(value, scale, (128, 128)))
+
+
 def test_every_exponent(tmp_path: Path) -> None:
     """Exponents from 2^-127 to 2^127, and 255, which is NaN."""
     scale = torch.arange(256, dtype=torch.uint8).reshape(8, 32)

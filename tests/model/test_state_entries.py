@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -357,13 +357,42 @@ def test_what_is_marked_as_a_part_is_not_saved_as_a_replica(tmp_path: Path) -> N
     """DeepSpeed keeps one rank's experts, or rows, in plain tensors with attributes, of which others have some, too."""
     wide = {"tensor_model_parallel": True}  # as TransformerEngine marks all weights
     parts = wide | {"ds_is_replaced_module": True}
-    for marks, whole in ((parts, wide), ({"group_name": "ep_size_4"}, {"group_name": "ep_size_1"})):
+    infos = [SimpleNamespace(unsharded_shape=shape) for shape in ((6, 2), (3, 2))]  # as of nanotron
+    sharded, alone = ({"is_sharded": True, "get_sharded_info": lambda info=info: info} for info in infos)
+    for marks, whole in (
+        (parts, wide),
+        ({"group_name": "ep_size_4"}, {"group_name": "ep_size_1"}),
+        ({"expert_model_parallel": True}, {"expert_model_parallel": False}),
+        (sharded, alone),
+    ):
         model = linear()
         vars(model[0].weight).update(marks)
         must_be_refused(partial(epload.save, model, tmp_path / "c"), "ModelMismatch", "0.weight is marked as one rank's part")
         vars(model[0].weight).clear()
         vars(model[0].weight).update(whole)
         epload.save(model, tmp_path / next(iter(whole)))
+
+
+def test_layers_that_say_how_many_ranks_divide_them_are_not_saved_as_replicas(tmp_path: Path) -> None:
+    model: Any = linear()
+    model[0].tp_size = 2
+    must_be_refused(partial(epload.save, model, tmp_path / "c"), "ModelMismatch", "0.weight is in a Linear of 2 ranks")
+    model[0].tp_size = 1
+    epload.save(model, tmp_path / "c")
+
+
+def test_flat_parameters_that_were_unwrapped_are_refused(tmp_path: Path) -> None:
+    model = nn.ParameterDict({"_flat_param": torch.ones(4)})
+    must_be_refused(partial(epload.save, model, tmp_path / "c"), "ModelMismatch", "_flat_param is a flat parameter of FSDP1")
+
+
+def test_a_sparse_buffer_beside_modules_with_a_say_in_their_state(tmp_path: Path) -> None:
+    """One that is not persistent is left alone."""
+    for persistent in (False, True):
+        model = nn.Sequential(Derived())
+        model.register_buffer("sparse", torch.eye(2).to_sparse(), persistent)
+        save = partial(epload.save, model, tmp_path / "c")
+        must_be_refused(save, "ModelMismatch", "sparse is torch.sparse_coo") if persistent else save()
 
 
 def test_weights_without_memory_are_not_saved(tmp_path: Path) -> None:

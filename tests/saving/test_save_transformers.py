@@ -14,6 +14,7 @@ import transformers
 from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch import nn
 
 import epload
 from epload.cli.main import main
@@ -176,8 +177,29 @@ def test_a_tie_that_the_configuration_turns_off_is_refused(tmp_path: Path) -> No
     model.lm_head.weight = model.model.embed_tokens.weight
     with pytest.raises(epload.ModelMismatch, match=r"embed_tokens\.weight and lm_head\.weight are one parameter"):
         epload.save(model, tmp_path / "saved")
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    adapted.merge_adapter()
+    with pytest.raises(epload.ModelMismatch, match=r"are one parameter"):
+        epload.save(adapted, tmp_path / "saved")
+    model = adapted.unload()
     model.config.tie_word_embeddings = True
     epload.save(model, tmp_path / "saved")
+
+
+class Around(nn.Module):
+    """Has a configuration, as sentence-transformers' CrossEncoder has, and is no model of the library."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+
+
+Around.__bases__ += (transformers.utils.PushToHubMixin,)
+
+
+def test_what_is_around_a_model_is_not_saved_with_its_configuration(tmp_path: Path) -> None:
+    epload.save(Around(random("llama", 1)), tmp_path / "saved")
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["model.safetensors"]
 
 
 @on_ranks(2)

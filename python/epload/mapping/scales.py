@@ -354,6 +354,8 @@ def _block_shape(manifest: Metadata, weight: int, scale: int) -> Shape:
     shape, counts = manifest.shapes[weight], manifest.shapes[scale]
     if prod(counts) == 1:
         return _whole(shape)
+    if len(counts) == 2 * len(shape) and {*counts[1::2]} == {1}:  # as ModelOpt writes those of blocks
+        counts = counts[::2]
     declared = manifest.quantization.blocks if manifest.quantization is not None else ()
     of_all_dims = [(1,) * (len(shape) - 2) + block for block in declared if len(shape) >= 2]
     of_all_dims = [tuple(map(min, block, _whole(shape))) for block in of_all_dims]  # where some may be the same

@@ -88,6 +88,7 @@ def check_declared_ties(model: Any, index: MappingType[str, int]) -> None:
         index: the parameters' numbers by their names.
     """
     inner, aliases, _ = unwrap(model, index)
+    aliases = (*aliases, TRAINED_COPY)
     if len({*index.values()}) == len(index) or not is_pretrained(type(inner)):
         return
     declared = [
@@ -179,7 +180,8 @@ def _ignored_patterns(model: Any, modules: Iterable[tuple[str, Any]]) -> tuple[t
     ``_adjust_missing_and_unexpected_keys``, and scales of activations, without which it loads a checkpoint, too. Sorted, because
     ranks compare mappings by their text."""
     unexpected = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    unexpected.add(r"\.(activation|input)_scale$")  # of fp8 checkpoints, for models that quantize activations as they go
+    # Of fp8 checkpoints, for engines that quantize activations, or what they keep of them, by these.
+    unexpected.add(r"\.(activation|input|[kqv])_scale$")
     missing = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     for name, module in modules:
         buffers = module._buffers

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -39,13 +40,14 @@ ATTRIBUTES = frozenset((*_STATE_METHODS, *_LOAD_METHODS, *_OFFLOADING))
 
 def read_state(
     model: nn.Module, modules: Modules, filled: bool, own_names: bool
-) -> tuple[list[NamedTensor], set[str], dict[str, Tensor], bool]:
+) -> tuple[list[NamedTensor], set[str], dict[str, Tensor], bool, ModelMismatch | None]:
     """Returns the tensors of a model's state dict, the names of its non-persistent buffers that have storage, the meta tensors
-    that are not in the state dict, and True if no module has custom loading or customizes its state dict.
+    that are not in the state dict, True if no module has custom loading or customizes its state dict, and, if ``filled``, why not
+    all tensors can be filled.
 
     If no module customizes its state dict, takes the tensors from the modules directly, a fifth of the time of
     ``state_dict()``. With ``own_names``, a module whose state dict shows none of its tensors under its own name, but others, has
-    its own. Raises ModelMismatch for a module or an entry that cannot be read, or, if ``filled``, filled.
+    its own. Raises ModelMismatch for a module or an entry that cannot be read.
     """
     for cls, prefix in modules.classes.items():
         _check_supported(prefix[:-1] or "the model", cls)
@@ -70,7 +72,7 @@ def read_state(
                 entries.append((shown + name, buffer))
             elif buffer is not None:
                 unsaved.append((prefix + name, buffer))
-    plain = not customized and not custom_loading
+    plain, refusal = not customized and not custom_loading, None
     if not plain:
         returned = tensor_entries(model)
         hidden = _hide_own(returned, entries, [*customized, *custom_loading])
@@ -80,14 +82,14 @@ def read_state(
             customized = [named for named in customized if not named[0].startswith(hidden)]
             custom_loading = [named for named in custom_loading if not named[0].startswith(hidden)]
         if filled:
-            returned = _fillable(model, customized, custom_loading, returned, hidden)
+            returned, refusal = _fillable(model, customized, custom_loading, returned, hidden)
         is_returned = storage_filter([tensor for _, tensor in returned])
         unsaved += [(name, tensor) for name, tensor in entries if tensor.is_meta and not is_returned(tensor)]
         entries = returned
     saved = {id(tensor) for _, tensor in entries} if unsaved else set()  # perhaps under another name
     unsaved_buffers = {name for name, tensor in unsaved if not tensor.is_meta}
     unsaved_meta = {name: tensor for name, tensor in unsaved if tensor.is_meta and id(tensor) not in saved}
-    return entries, unsaved_buffers, unsaved_meta, plain
+    return entries, unsaved_buffers, unsaved_meta, plain, refusal
 
 
 def has_state_hooks(module: nn.Module) -> bool:
@@ -221,29 +223,28 @@ def _fillable(
     custom_loading: Sequence[NamedModule],
     entries: Sequence[NamedTensor],
     hidden: tuple[str, ...],
-) -> list[NamedTensor]:
-    """Returns the entries without extra state, which is not loaded. Lists of modules have parents first.
+) -> tuple[list[NamedTensor], ModelMismatch | None]:
+    """Returns the entries that are the model's own storage, and an error if a module has custom loading, or others are not.
+    Lists of modules have parents first.
 
     Args:
         hidden: prefixes of modules that a mapping of the caller can fill.
-
-    Raises ModelMismatch if a module has custom loading, or an entry is not the model's own storage."""
+    """
+    is_owned = storage_filter([*model.parameters(), *model.buffers()])
+    owned = [(name, tensor) for name, tensor in entries if is_owned(tensor)]
     for prefix, module in custom_loading:
         if names := [name for name, _ in entries if name.startswith(prefix)]:
             custom = describe_custom_loading(prefix[:-1], module)
             problem = f"{custom}, which does not run when tensors are filled in place"
-            raise _not_fillable(problem, names, prefix, prefix.startswith(hidden))
-    is_owned = storage_filter([*model.parameters(), *model.buffers()])
+            return owned, _not_fillable(problem, names, prefix, prefix.startswith(hidden))
     copies = {name for name, tensor in entries if not is_owned(tensor)}
     for prefix, module in reversed(customized) if copies else ():  # the innermost module first
         copied = [(name, tensor) for name, tensor in tensor_entries(module, prefix) if name in copies]
         if names := [name for name, tensor in copied if not is_owned(tensor)]:
             problem = f"{prefix[:-1] or 'the model'} ({type(module).__name__}) returns copies in its state dict"
             problem += ", and filling a copy would not fill the model"
-            raise _not_fillable(problem, names, prefix, prefix.startswith(hidden))
-    if copies:
-        raise _not_fillable("the model returns copies in its state dict", sorted(copies), "")
-    return [(name, tensor) for name, tensor in entries if is_owned(tensor)]
+            return owned, _not_fillable(problem, names, prefix, prefix.startswith(hidden))
+    return owned, _not_fillable("the model returns copies in its state dict", sorted(copies), "") if copies else None
 
 
 def _not_fillable(problem: str, names: Sequence[str], prefix: str, is_hidden: bool = False) -> ModelMismatch:
@@ -256,6 +257,6 @@ def _not_fillable(problem: str, names: Sequence[str], prefix: str, is_hidden: bo
 
 
 def storage_filter(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
-    """Returns a predicate: True if a tensor, which may be on meta, shares storage with one of these."""
-    storages = {storage_of(dtensor.with_memory(tensor)) for tensor in tensors}
-    return lambda tensor: storage_of(dtensor.with_memory(tensor)) in storages
+    """Returns a predicate: True if a tensor, which may be on meta, shares storage with one of these, or is sparse."""
+    storages = {storage_of(dtensor.with_memory(tensor)) for tensor in tensors if tensor.layout == torch.strided}
+    return lambda tensor: tensor.layout != torch.strided or storage_of(dtensor.with_memory(tensor)) in storages

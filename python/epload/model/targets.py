@@ -6,7 +6,7 @@ Collecting them changes nothing in the model, except that FSDP2 modules are put 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -65,6 +65,8 @@ class Targets:
     unsaved_meta: dict[str, Tensor] = field(default_factory=dict)
     """Meta tensors that are not in the model's state dict, so that no checkpoint fills them: non-persistent buffers,
     and parameters that a state-dict hook leaves out."""
+    refusal: ModelMismatch | None = None
+    """Why a load cannot fill all of the model, as a module customizes its state dict or its loading; None if it can."""
 
     @cached_property
     def mesh_digests(self) -> list[tuple[str, Mesh]]:
@@ -97,6 +99,11 @@ class Targets:
         """
         expected = {self.index[name] for _, name in only} or range(len(self.names))
         return [self.names[i] for i in sorted({*expected} - filled) if 0 not in self.shape(i)]
+
+    def check_filled(self, only: Collection[object]) -> None:
+        """Raises ModelMismatch if a load cannot fill all of the model, unless it is for tensors ``only``, as of an adapter."""
+        if self.refusal is not None and not only:
+            raise self.refusal
 
     def local(self) -> list[Tensor]:
         """The local tensors, to be written in place. They alias the model's storage."""
@@ -175,16 +182,15 @@ def collect(
     Raises:
         ModelMismatch: a placement that cannot be loaded into (Partial); a tensor that is sparse, expanded, without a shape, or
             partitioned by ZeRO-3; two that overlap in memory; a model that is flattened (FSDP1), or offloaded by accelerate; if
-            ``filled``, a state-dict entry that is not the model's own storage, a tensor whose class hands out copies, a module
-            that changes values in its ``load_state_dict``, or parameters that Megatron is gathering.
+            ``filled``, a tensor whose class hands out copies, or parameters that Megatron is gathering.
         ValueError: a pattern of ``expert_parallel`` matches no name.
     """
     if filled and isinstance(model, MegatronChunks):
         model.check_gathered(filled)
     modules = modules or Modules(model)
     modules.reshard()
-    entries, unsaved_buffers, unsaved_meta, plain = read_state(model, modules, filled, own_names)
-    targets = Targets(plain=plain, unsaved_buffers=unsaved_buffers, unsaved_meta=unsaved_meta)
+    entries, unsaved_buffers, unsaved_meta, plain, refusal = read_state(model, modules, filled, own_names)
+    targets = Targets(plain=plain, unsaved_buffers=unsaved_buffers, unsaved_meta=unsaved_meta, refusal=refusal)
     fsdp_axes, in_module = dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState)
     by_id: dict[int, int] = {}
     by_memory: dict[tuple[object, ...], int] = {}
@@ -192,6 +198,8 @@ def collect(
     with_memory = {id(tensor): dtensor.with_memory(tensor) for _, tensor in entries}
     overlap = _may_overlap(with_memory.values())
     shards = loaded_shards() if loaded else {}
+    if not (filled or expert_parallel or shards or isinstance(model, MegatronChunks)):
+        _check_undivided(modules)
     layouts: dict[tuple[object, ...], int] = {}
     """Layout numbers, by what layouts depend on."""
     for name, tensor in entries:
@@ -231,6 +239,12 @@ def collect(
         _check_keeps_writes(targets)
     check_patterns(expert_parallel, targets.names)
     return targets
+
+
+_PART = (
+    "one rank's part of a larger tensor, and would be taken for a replica: save it with the library that divides it, or describe "
+    "it when loading (LoadOptions.outer_shards)"
+)
 
 
 def _check_keeps_writes(targets: Targets) -> None:
@@ -275,15 +289,26 @@ def _memory_of(local: Tensor, tensor: Tensor, overlap: bool) -> object:
 
 
 def _check_whole(name: str, tensor: Tensor) -> None:
-    """Raises ModelMismatch for a tensor that DeepSpeed's AutoTP or MoE marks as one rank's part of a larger one, which its shape
-    does not say. TransformerEngine's mark alone, which Megatron-Core has, too, is on whole tensors as well."""
+    """Raises ModelMismatch for a tensor that DeepSpeed's AutoTP or MoE, megablocks or nanotron marks as one rank's part of a
+    larger one, which its shape does not say. TransformerEngine's mark alone, which Megatron-Core has, is on whole ones, too."""
     group = str(getattr(tensor, "group_name", ""))
     divided = getattr(tensor, "tensor_model_parallel", False) and getattr(tensor, "ds_is_replaced_module", False)
+    divided |= getattr(tensor, "expert_model_parallel", False) is True
+    if getattr(tensor, "is_sharded", False) is True and hasattr(tensor, "get_sharded_info"):
+        divided |= tuple(tensor.get_sharded_info().unsharded_shape) != tuple(tensor.shape)
     if divided or (group.startswith("ep_size_") and group != "ep_size_1"):
-        raise ModelMismatch(
-            f"{name} is marked as one rank's part of a larger tensor by DeepSpeed, and would be taken for a replica: save it "
-            "with DeepSpeed, or describe it when loading (LoadOptions.outer_shards)"
-        )
+        raise ModelMismatch(f"{name} is marked as {_PART}")
+
+
+def _check_undivided(modules: Modules) -> None:
+    """Raises ModelMismatch for layers that say how many ranks divide their plain tensors, as those of TransformerEngine and of
+    inference engines do."""
+    for prefix, module in modules.named:
+        sizes = [vars(module).get(name) for name in ("tp_size", "ep_size")]
+        if (ranks := max((size for size in sizes if type(size) is int), default=1)) > 1:
+            for name, tensor in module._parameters.items():
+                if tensor is not None and not isinstance(tensor, DTensor):
+                    raise ModelMismatch(f"{prefix}{name} is in a {type(module).__name__} of {ranks} ranks: {_PART}")
 
 
 def _check_loadable(name: str, tensor: Tensor, filled: bool) -> None:
@@ -293,6 +318,8 @@ def _check_loadable(name: str, tensor: Tensor, filled: bool) -> None:
         if not filled:
             way = "save or send it under deepspeed.zero.GatheredParameters(model.parameters()), or use its save_checkpoint()"
         raise ModelMismatch(f"{name}, of shape {list(shape)}, is partitioned by DeepSpeed's ZeRO-3: {way}")
+    if name.endswith("_flat_param"):
+        raise ModelMismatch(f"{name} is a flat parameter of FSDP1, which has no tensors by name; use torch's own functions")
     if tensor.layout != torch.strided:
         raise ModelMismatch(
             f"{name} is {tensor.layout}, and only dense tensors can be loaded into; "

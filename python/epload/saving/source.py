@@ -22,8 +22,8 @@ from epload.core import dtypes as dtype_names
 from epload.mapping.mapping import AnyMapping, Mapping, quantize_rule
 from epload.mapping.precision import left_in_fp32
 from epload.mapping.transformers import check_declared_ties
-from epload.mapping.wrappers import is_from_package, unwrap
-from epload.model.initialization import class_before_fsdp, is_diffusers
+from epload.mapping.wrappers import names_added_by_adapters, unwrap
+from epload.model.initialization import class_before_fsdp, is_diffusers, is_pretrained
 from epload.model.megatron import MegatronChunks
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.saving.catalog import catalog
@@ -68,8 +68,9 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
     """
     reader = ModelReader(model, own_names=isinstance(mapping, Mapping))
     targets = reader.read()
-    if not isinstance(mapping, Mapping) and names_from is None and not reader.has_adapters:
-        check_declared_ties(model, targets.index)
+    if not isinstance(mapping, Mapping) and names_from is None and not isinstance(model, MegatronChunks):
+        added = names_added_by_adapters(model, targets.index)
+        check_declared_ties(model, {name: number for name, number in targets.index.items() if name not in added})
     manifest, placed, shapes, rules = catalog(model, targets, mapping, names_from)
     is_megatron, stem = isinstance(model, MegatronChunks), MODEL
     if dtype is not None and is_megatron:
@@ -130,7 +131,7 @@ def _config_files(
             raise ValueError(f"{type(inner).__name__} is several models, each with a folder of its own; save them one by one")
         described = {**json.loads(inner.to_json_string()), "_class_name": class_before_fsdp(type(inner)).__name__}
         return {CONFIG: (json.dumps(described | declared, indent=2, sort_keys=True) + "\n").encode()}
-    if not is_from_package(inner, "transformers") or not hasattr(inner, "config"):
+    if not is_pretrained(type(inner)) or not hasattr(inner, "config"):
         return {CONFIG: json.dumps(declared, indent=2).encode()} if declared else {}
     config = copy.deepcopy(inner.config)
     matrices = [own for own, shape in zip(manifest.dtypes, manifest.shapes, strict=True) if len(shape) > 1]
