@@ -16,6 +16,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import epload
 from epload import CheckpointError, HierarchicalLoader, LoadError, Topology
@@ -257,3 +260,16 @@ def test_what_autocast_has_cast_is_cast_anew() -> None:
         for value in (1.0, 2.0):
             epload.load(model, {"weight": torch.full((4, 4), value), "bias": torch.zeros(4)}, progress=False)
             assert model(torch.ones(4)).tolist() == [4 * value] * 4
+
+
+@on_ranks(2)
+def test_a_load_between_forward_and_backward_is_seen_by_autograd(rank: int) -> None:
+    for shard in (False, True):
+        model = nn.Linear(4, 4, bias=False)
+        if shard:
+            mesh = init_device_mesh("cpu", (2,))
+            parallelize_module(model, mesh, ColwiseParallel(output_layouts=Replicate()))
+        loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+        epload.load(model, {"weight": torch.ones(4, 4)}, progress=False)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

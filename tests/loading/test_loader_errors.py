@@ -144,6 +144,9 @@ def mistakes(rank: int, folder: Path) -> dict[str, Case]:
         "sources differ": (DIFFER, ["src=0", "src=1", "2"], {"loader": {"src": int(at_2)}}),
         "timeouts differ": (DIFFER, ["timeout=60", "timeout=90", "2"], {"loader": {"timeout": 60 + 30 * at_2}}),
         "strict differs": (DIFFER, ["strict=True", "strict=False", "rank 0", "rank 2"], {"load": {"strict": not at_2}}),
+        "hooks differ": (
+            DIFFER, ["init_missing=hook", "[2]"], {"load": {"strict": False, "init_missing": print if at_2 else None}},
+        ),
         "mappings differ": (DIFFER, ["Rename"], {**renamed, "load": {"mapping": renames}}),
         "nodes read another dtype": (
             DIFFER, ["checkpoint a: float32", "checkpoint a: bfloat16", "rank 2"], nodes(model=model_of("a"), source=typed),

@@ -108,6 +108,14 @@ def test_scales_of_blocks_as_modelopt_writes_them(tmp_path: Path) -> None:
     assert torch.equal(load(folder, 200, 256), dequantized(value, scale, (128, 128)))
 
 
+def test_models_made_in_inference_mode_are_filled_outside_of_it(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        model = Tree({"w": torch.empty(200, 256, dtype=BF16)})
+    value, scale = fp8(200, 256), torch.rand(2, 2) + 0.1
+    folder = write(tmp_path, {"w": value, "w_scale_inv": scale}, declare(128, 128))
+    assert torch.equal(load(folder, 200, 256, model=model), dequantized(value, scale, (128, 128)))
+
+
 def test_every_exponent(tmp_path: Path) -> None:
     """Exponents from 2^-127 to 2^127, and 255, which is NaN."""
     scale = torch.arange(256, dtype=torch.uint8).reshape(8, 32)

@@ -110,6 +110,7 @@ class Agreement:
         described = self._describe_options(inputs.device)
         lacks_buffers = bool(inputs.targets.unsaved_meta)
         asks = " init_missing=reset_parameters" if request.resets else ""
+        asks += " init_missing=hook" if callable(request.init_missing) else ""
         asks += " checksums" if request.checksums is not False else ""
         message = Opening(
             loader=self._loader,
@@ -252,9 +253,9 @@ class Agreement:
         planned = Attempt(lambda: self._make_plan(draft, inputs.targets, frozenset()))
         unexpected, names = {*planned.value.unexpected} if planned.failure is None else set(), draft.manifest.names
         # What has another shape here is sent too, as is what a tie skips: harmless, and it may fit elsewhere.
-        view = hex(sum(1 << i for i, name in enumerate(names) if name not in unexpected))
+        view = hex(int("".join("01"[name not in unexpected] for name in reversed(names)) or "0", 2))
         bits = int(self._control.agree("planning", planned.failure, view, _bitwise_or, patience=2), 16)
-        return frozenset(i for i in range(len(names)) if bits >> i & 1)
+        return frozenset(i for i, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
 
     def _make_plan(self, draft: Draft, targets: Targets, anywhere: frozenset[int]) -> LoadPlan:
         """Returns the last plan if it was made of the same: a plan depends on nothing but its inputs."""

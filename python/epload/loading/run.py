@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from epload.core.attempt import Attempt
 from epload.core.log import logger
@@ -36,6 +37,10 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
     wait_for_copies(load.inputs.targets.tensors)
     with finishing(load.inputs.targets, load.missing):
         _run(resources, request, load, report, show_progress)
+    written = (
+        load.inputs.targets.tensors
+    )  # autograd finds writes to a DTensor by its own version, not by that of its local tensor
+    torch.autograd.graph.increment_version([t for t in written if isinstance(t, DTensor) and not t.is_inference()])
     forget_casts(request.model)
 
 

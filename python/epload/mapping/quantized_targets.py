@@ -95,17 +95,18 @@ def quantize_target(target: QuantizedTarget, targets: Targets, local: Sequence[T
     """Quantizes what has arrived of a weight into what this rank has of it and of its scales. ``local``: all local tensors."""
     weight, scale = local[target.weight].detach(), local[target.scale].detach()
     shape = targets.shape(target.weight)
-    for number, (start, size) in target.boxes:
-        if 0 in size:
-            continue
-        narrow, stored = quantize_blocks(local[number], target.format)
-        _copy_owned(narrow, start, targets, target.weight, weight)
-        stored = stored.view(torch.uint8) if scale.dtype is torch.uint8 else stored
-        if prod(targets.shape(target.scale)) == 1:
-            scale.copy_(stored.flatten()[: scale.numel()].reshape(scale.shape))
-        else:
-            first = tuple(map(int.__floordiv__, start, target.format.blocks(shape)))
-            _copy_owned(stored, first, targets, target.scale, scale)
+    with torch.inference_mode(torch.is_inference_mode_enabled() or weight.is_inference()):
+        for number, (start, size) in target.boxes:
+            if 0 in size:
+                continue
+            narrow, stored = quantize_blocks(local[number], target.format)
+            _copy_owned(narrow, start, targets, target.weight, weight)
+            stored = stored.view(torch.uint8) if scale.dtype is torch.uint8 else stored
+            if prod(targets.shape(target.scale)) == 1:
+                scale.copy_(stored.flatten()[: scale.numel()].reshape(scale.shape))
+            else:
+                first = tuple(map(int.__floordiv__, start, target.format.blocks(shape)))
+                _copy_owned(stored, first, targets, target.scale, scale)
 
 
 def _copy_owned(values: Tensor, start: Shape, targets: Targets, number: int, local: Tensor) -> None:

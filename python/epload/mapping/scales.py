@@ -254,9 +254,10 @@ def dequantize(scaling: Scaling, local: Tensor, scales: Tensor) -> None:
     """Multiplies what a local tensor has of a weight by its scales, in place."""
     scales = scales.to(local.device)
     factors = (scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales).float()
-    for view in _pieces(scaling, local):
-        part = local[box_slices(view.start, view.size)]
-        part.copy_(part.float() * _expand(factors, scaling, view))
+    with torch.inference_mode(torch.is_inference_mode_enabled() or local.is_inference()):
+        for view in _pieces(scaling, local):
+            part = local[box_slices(view.start, view.size)]
+            part.copy_(part.float() * _expand(factors, scaling, view))
 
 
 def quantize(scaling: Scaling, local: Tensor, factors: Tensor, format: Fp8Format, into: Tensor) -> None:
