@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def test_what_torch_would_end_the_process_for(watched: bool) -> None:
 
     with mock.patch.object(Group, "_make_backend", make), mock.patch.dict(os.environ, TORCH_NCCL_BLOCKING_WAIT="0"):
         with pytest.raises(ZeroDivisionError):
-            Group("name", [0], None).make(store, 0, timedelta(seconds=9), {"cuda": "nccl"}, watched=watched)
+            Group("name", 0, [0], None).make(store, 0, timedelta(seconds=9), {"cuda": "nccl"}, watched=watched)
         assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
     assert seen == [("nccl", "0" if watched else "1")]
 
@@ -320,3 +320,34 @@ def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory(rank: int, rou
         problems.append(f"descriptors of shared memory are left: {memfds()}")
     loader.load(model, only_readers(state_for(2), "one"))
     return problems + wrong(model, state_for(2))
+
+
+def load_in_a_load(rank: int, inside: str) -> tuple[str, list[float]]:
+    """Loads while this thread is in another load, as a signal's handler does."""
+    model, values, texts = torch.nn.Linear(1, 1, bias=False), [], list[str]()
+
+    def load(value: float) -> None:
+        epload.load(model, {"weight": torch.full((1, 1), value)}, progress=False)
+        values.append(model.weight.item())
+
+    owner, method = {"discovery": (Topology, "discover"), "begin": (Control, "begin")}[inside]
+    original = getattr(owner, method)
+
+    def handled(*args: Any, **options: Any) -> Any:
+        if not texts:
+            texts.append("")
+            texts.append(raised(lambda: load(2.0))[1])
+        return original(*args, **options)
+
+    with mock.patch.object(owner, method, handled), suppress(epload.LoadError):
+        load(1.0)
+    load(3.0)
+    return texts[-1], values
+
+
+@pytest.mark.parametrize("inside", ["discovery", "begin"])
+def test_a_load_by_the_handler_of_a_signal_does_not_wait_for_the_load_that_it_interrupts(inside: str) -> None:
+    ((text, values),) = ranks.run(1, load_in_a_load, inside, limit=60)
+    assert "by two threads of a process at once" in text
+    assert values[-1] == 3.0
+    assert 2.0 not in values

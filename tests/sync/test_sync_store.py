@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -196,3 +197,27 @@ def send_two(rank: int, meeting: Meeting) -> None:
 def test_a_job_that_destroys_its_groups_goes_on_receiving(tmp_path: Path) -> None:
     """torch forgets the names of all groups then, also of those that it has not made."""
     run([Job(1, send_two), Job(2, receive_without_groups, (tmp_path,))])
+
+
+def send_and_receive(rank: int, meeting: Meeting) -> None:
+    """The trainer's process has an engine, too: each is in a thread of its own."""
+    trained, model = build("plain", 1), build("plain", 1)
+    with sending(meeting, trained, 2) as sender, receiving(meeting, model) as receiver, ThreadPoolExecutor(1) as pool:
+        for version in (1, 2):
+            write(trained, version)
+            sent = pool.submit(sender.send_weights, version)
+            take(receiver)
+            sent.result()
+            check(model, version)
+
+
+def receive_beside(rank: int, meeting: Meeting) -> None:
+    model = build("plain", 1)
+    with receiving(meeting, model) as receiver:
+        for version in (1, 2):
+            take(receiver)
+            check(model, version)
+
+
+def test_a_sender_and_a_receiver_in_one_process() -> None:
+    run([Job(1, send_and_receive), Job(1, receive_beside)])

@@ -9,17 +9,21 @@ from contextlib import closing, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 from unittest.mock import Mock, patch
 
 import pytest
 from torch.distributed import TCPStore
 
 import epload
+from epload import Topology
 from epload.errors import LoadError, WaitTimeout
+from epload.ranks.control import Control
 from epload.sync.handing_on import WAITING, Offers
 from epload.sync.liveness import Participant
 from epload.sync.participants import EngineRank, Engines, ReceiverRendezvous, SenderRendezvous, Start, add_rank, read_engines
 from epload.sync.store import connect, serve
+from epload.sync.token import listen, serve_front
 from support import jobs
 from support.jobs import Job, Meeting
 from support.small_syncs import many_waves, outcome, receiving, sending, take
@@ -256,3 +260,31 @@ def test_a_rank_that_gave_up_before_the_start_comes_to_the_same_version(rendezvo
     assert first.get_ready(LIMIT) == (2, 2)
     for rank in (first, second):
         rank.close()
+
+
+def is_served(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_a_front_that_is_closed_at_once_lets_go_of_its_port() -> None:
+    for _ in range(50):
+        listener = listen("127.0.0.1", 0)
+        front = serve_front(listener, 1, TOKEN)
+        front.close()
+        assert not is_served(front.port)
+
+
+def test_a_sender_that_could_not_be_made_lets_go_of_its_port() -> None:
+    topology, ports = Topology.from_nodes([[0]]), []
+
+    def fail(control: Control, what: str, failure: Any, port: int, reduce: Any) -> None:
+        ports.append(port)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(Control, "agree", fail), pytest.raises(KeyboardInterrupt):
+        epload.WeightSender(build("plain", 1), ("127.0.0.1", 0), receivers=1, token=TOKEN, topology=topology)
+    assert not is_served(*ports)

@@ -119,7 +119,7 @@ class GroupCache:
         prefix, stop = f"group/{name}/{members[0]}", threading.Event()
         store = GroupStore(PrefixStore(prefix, control.store), timeout)
         device = self._device.index if self._device is not None else _current_device(backends)
-        group = Group(f"epload/{control.name}/{name}/{members[0]}", members, device)
+        group = Group(f"epload/{control.name}/{name}/{members[0]}", self._rank, members, device)
         ended, errors = threading.Event(), list[BaseException]()
 
         def make() -> None:  # in a thread, as a wait for connections between members cannot be canceled

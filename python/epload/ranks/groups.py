@@ -89,14 +89,17 @@ Backends = Mapping[str, str]
 class Group:
     """A process group that this rank is in."""
 
-    def __init__(self, name: str, ranks: Sequence[int], device: int | None) -> None:
+    def __init__(self, name: str, rank: int, ranks: Sequence[int], device: int | None) -> None:
         """
         Args:
-            name: by which the native ops find the group.
+            name: equal on all members.
+            rank: of this member.
             ranks: sorted global ranks of the members.
             device: index of the device that its backends for devices use; None if it has none.
         """
-        self.name: Any = name  # torch 2.13 has a type for names, 2.11 has none
+        self.name: Any = f"{name}/{rank}"  # torch 2.13 has a type for names, 2.11 has none
+        """The name by which the native ops find the group: a process may be two members, as of a sender and of a receiver."""
+        self._shared_name: Any = name
         self.ranks = tuple(ranks)
         self._device = device
         self._group: dist.ProcessGroup | None = None
@@ -145,7 +148,7 @@ class Group:
         # The default backend is chosen as by torch: NCCL or XCCL, else a plugin, else gloo.
         default = min(built, key=lambda name: (name not in ("nccl", "xccl"), name == "gloo"))
         group._set_default_backend(built[default][0])
-        group._set_group_name(self.name)
+        group._set_group_name(self._shared_name)
         if device is not None:
             _connect(group, device)
         self._group = group
@@ -176,7 +179,7 @@ class Group:
         elif plugin.extended_api:
             arguments = _distributed_c10d._DistributedBackendOptions()
             arguments.store, arguments.group_rank, arguments.group_size = store, index, size
-            arguments.timeout, arguments.group_id = timeout, self.name
+            arguments.timeout, arguments.group_id = timeout, self._shared_name
             arguments.global_ranks_in_group = list(self.ranks)
             backend = plugin.creator_fn(arguments, None)
         else:
@@ -187,7 +190,7 @@ class Group:
 
     def _describe(self, options: Any) -> None:
         options.global_ranks_in_group = list(self.ranks)
-        options.group_name = self.name
+        options.group_name = self._shared_name
 
     def register(self) -> None:
         """Lets the native ops find the group by its name."""

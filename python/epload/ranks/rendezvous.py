@@ -18,13 +18,13 @@ from typing import Any
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from epload.errors import LoadError, message_of
+from epload.errors import LoadError, call_order_error, message_of
 from epload.ranks.control import Control
 from epload.ranks.membership import group_equal, local_network
 
 _CLOSED = "!"
 """Follows the number of a rendezvous that no rank can join any more."""
-_locks: defaultdict[tuple[tuple[int, ...], int], threading.Lock] = defaultdict(threading.Lock)
+_locks: defaultdict[tuple[tuple[int, ...], int], Any] = defaultdict(threading.RLock)
 """One rendezvous of a rank with the same others, through the job's store, at a time."""
 
 
@@ -62,7 +62,9 @@ def rendezvous(
         control = Control(None, ranks, rank)
         return control, control.agree("topology", failure, view, reduce)
     # Ranks of another store are others: two threads may each come to those of one at a time.
-    lock = threading.Lock() if name_of_store else _locks[ranks, rank]
+    lock: Any = threading.RLock() if name_of_store else _locks[ranks, rank]
+    if lock._is_owned():  # by this thread, which a signal has interrupted
+        raise call_order_error()
     if not lock.acquire(timeout=timeout.total_seconds()):
         raise LoadError(f"another thread has been discovering the topology of ranks {list(ranks)} for {timeout}")
     try:

@@ -25,7 +25,7 @@ from epload.core.log import logger
 from epload.errors import LoadError, call_order_error, kind_of, make_error, message_of
 from epload.ranks.topology import Topology
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _current: Call | None = None
 _background: dict[Future[Any], str] = {}
 """Calls that run in threads of their own, with what they are called."""
@@ -36,7 +36,7 @@ _PATIENCE = 10.0
 def _forget_parents_calls() -> None:
     """Called in a child of a fork, where no thread is in any of them."""
     global _lock, _current
-    _lock, _current = threading.Lock(), None
+    _lock, _current = threading.RLock(), None
     _background.clear()
 
 
@@ -100,12 +100,16 @@ def exclusive(call: Call, timeout: timedelta | None = None, number: int | None =
         number = control.next_load() if number is None else number
         if _current is not None:
             raise _refuse(call, number, _current)
-        if call.topology.stale:
-            call.topology.stale = False
-            call.topology.groups.clear()
-            call.topology.watched_groups.clear()
-        control.begin(timeout, number)  # before another thread can find this load, and fail it
-        _current = call
+        _current = call  # also for a call in this thread, by the handler of a signal
+        try:
+            if call.topology.stale:
+                call.topology.stale = False
+                call.topology.groups.clear()
+                call.topology.watched_groups.clear()
+            control.begin(timeout, number)  # before another thread can find this load, and fail it
+        except BaseException:
+            _current = None
+            raise
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from epload.core.attempt import Attempt
-from epload.errors import ManifestMismatch
+from epload.errors import ManifestMismatch, call_order_error
 from epload.model.devices import backends_of
 from epload.native.extension import _C
 from epload.planning.algorithms import groups_between
@@ -84,11 +84,17 @@ class Topology:
 
         ``timeout``: as for :meth:`discover`.
         """
-        global _default
+        global _default, _is_discovering
         with _default_lock:
             group, _, _ = membership(None)
             if _default is None or _default.group is not group:
-                _default = cls.discover(timeout=timeout)
+                if _is_discovering:  # in this thread, which a signal has interrupted
+                    raise call_order_error()
+                _is_discovering = True
+                try:
+                    _default = cls.discover(timeout=timeout)
+                finally:
+                    _is_discovering = False
             return _default
 
     @classmethod
@@ -183,7 +189,8 @@ class Topology:
 
 
 _default: Topology | None = None
-_default_lock = threading.Lock()
+_default_lock = threading.RLock()
+_is_discovering = False
 
 
 def as_timedelta(timeout: timedelta | float | None) -> timedelta:

@@ -155,21 +155,22 @@ class WeightSender(Endpoint):
         control, token = self.topology.control, self._token
         served = Attempt(lambda: serve((host, port), self._timeout, token) if self._first else None)
         call = Call("WeightSender()", self.topology)
-        with exclusive(call, self._timeout) if control.store is not None else control.load(self._timeout), control.guard():
-            ports = control.agree(
-                "serving the sync",
-                served.failure,
-                served.result and served.result.port,
-                lambda views: list(views.values()),
-            )
-            port, self._served = next(filter(None, ports)), served.value
-            store = Attempt(lambda: connect((host, port), self._timeout, token) if self._served is None else self._served.store)
-            try:
+        try:
+            with exclusive(call, self._timeout) if control.store is not None else control.load(self._timeout), control.guard():
+                ports = control.agree(
+                    "serving the sync",
+                    served.failure,
+                    served.result and served.result.port,
+                    lambda views: list(views.values()),
+                )
+                port, self._served = next(filter(None, ports)), served.value
+                own = served.result and served.result.store
+                store = Attempt(lambda: own or connect((host, port), self._timeout, token))
                 control.agree("connecting to the sync's store", store.failure)
-            except BaseException:
-                if self._served is not None:
-                    self._served.close()
-                raise
+        except BaseException:
+            if served.result is not None:
+                served.result.close()
+            raise
         return store.value, port
 
     # ---- sending ----

@@ -121,10 +121,10 @@ class Relay:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(asyncio.start_server(self._take, sock=self._listener, backlog=_BACKLOG))
-        self._loop.run_forever()
+        serving = self._loop.create_task(asyncio.start_server(self._take, sock=self._listener, backlog=_BACKLOG))
+        self._loop.run_forever()  # until close(), which may come first
         self._listener.close()
-        pending = asyncio.all_tasks(self._loop)
+        pending = asyncio.all_tasks(self._loop) | {serving}
         for task in pending:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
