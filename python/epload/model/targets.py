@@ -198,8 +198,7 @@ def collect(
     with_memory = {id(tensor): dtensor.with_memory(tensor) for _, tensor in entries}
     overlap = _may_overlap(with_memory.values())
     shards = loaded_shards() if loaded else {}
-    if not (filled or expert_parallel or shards):
-        _check_undivided(model, modules)
+    _check_undivided(modules if not (filled or expert_parallel or shards or isinstance(model, MegatronChunks)) else None)
     layouts: dict[tuple[object, ...], int] = {}
     """Layout numbers, by what layouts depend on."""
     for name, tensor in entries:
@@ -299,10 +298,10 @@ def _check_whole(name: str, tensor: Tensor) -> None:
         raise ModelMismatch(f"{name} is marked as {_PART}")
 
 
-def _check_undivided(model: nn.Module, modules: Modules) -> None:
+def _check_undivided(modules: Modules | None) -> None:
     """Raises ModelMismatch for layers that say how many ranks divide their plain tensors, as those of TransformerEngine and of
     inference engines do."""
-    for prefix, module in modules.named if not isinstance(model, MegatronChunks) else ():
+    for prefix, module in modules.named if modules is not None else ():
         sizes = [vars(module).get(name) for name in ("tp_size", "ep_size")]
         if (ranks := max((size for size in sizes if type(size) is int), default=1)) > 1:
             for name, tensor in module._parameters.items():
