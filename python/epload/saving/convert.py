@@ -145,11 +145,10 @@ def _lay_out(checkpoint: Checkpoint, new: Manifest, max_shard_bytes: int, files:
 
 
 def _check_kept(checkpoint: Checkpoint, path: Path, overwrite: bool) -> None:
-    """Raises ValueError if to overwrite the folder at a path would delete what is converted. A checkpoint may be replaced by
-    what it is converted to, but not the base of a delta."""
+    """Raises ValueError if to overwrite the folder at a path would delete what is converted, or the base of a delta."""
     new = path.resolve()
-    for number, folder in enumerate(folders_of(checkpoint) if overwrite else ()):
-        if folder is not None and folder.is_relative_to(new) and (number or folder != new):
+    for folder in folders_of(checkpoint) if overwrite else ():
+        if folder is not None and folder.is_relative_to(new):
             raise ValueError(
                 f"{path} cannot be replaced: {folder}, from which the checkpoint is read, would be deleted with it; pass another "
                 "path"
