@@ -15,10 +15,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import epload
-from epload import HierarchicalLoader, LoadOptions, LoadReport, SaveReport, SyncReport, Topology
+from epload import HierarchicalLoader, LoadOptions, LoadReport, LocalModules, SaveReport, SyncReport, Topology
 from epload.observe import progress, slow
 from epload.observe.progress import Progress
 from epload.observe.trace import ROUND, Event, Events, merge_events, save_trace
@@ -93,12 +94,18 @@ def test_a_report_is_numbers_and_json_with_every_field() -> None:
     assert made.phases["unpack"] == Phase()
 
 
-def logged(rank: int) -> list[tuple[str, str]]:
+def listen() -> list[tuple[str, str]]:
+    """Returns a list to which the log's records are added."""
     records: list[tuple[str, str]] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
     logging.getLogger("epload").addHandler(handler)
     logging.getLogger("epload").setLevel(logging.INFO)
+    return records
+
+
+def logged(rank: int) -> list[tuple[str, str]]:
+    records = listen()
     state = state_for(1)
     model = meta_net()
     with HierarchicalLoader(Topology.from_nodes(NODES), readers="every") as loader:
@@ -129,6 +136,31 @@ def test_a_load_says_what_it_does_on_one_rank() -> None:
         "not filled, keep their values: 1 tensor: norm.bias",
         "not loaded, as the model lacks them: 1 tensor: stray",
     ]
+
+
+class Stage(nn.Module):
+    """Only rank 1's has a buffer that no checkpoint fills."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.register_parameter(f"w{rank}", nn.Parameter(torch.zeros(3)))
+        if rank == 1:
+            self.register_buffer("mask", torch.ones(3), persistent=False)
+
+
+def logged_by_stage(rank: int) -> list[tuple[str, str]]:
+    records = listen()
+    with HierarchicalLoader(progress=False) as loader:
+        loader.load(Stage(rank), {"w0": torch.ones(3), "w1": torch.ones(3)}, local_modules=[LocalModules("")])
+    return records
+
+
+def test_a_rank_with_modules_of_its_own_logs_its_warnings() -> None:
+    first, second = ranks.run(2, logged_by_stage)
+    assert {level for level, _ in first} == {"INFO"}
+    [(level, text)] = second
+    assert level == "WARNING"
+    assert "non-persistent buffers are in no checkpoint, and the model cannot compute 1 tensor: mask" in text
 
 
 def test_progress_is_a_bar_in_a_terminal_and_else_log_lines(

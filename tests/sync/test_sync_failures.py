@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import epload
+from epload.core.log import logger
 from epload.mapping import Quantize
 from epload.planning.waves import Wave
 from epload.ranks import single_flight
@@ -297,8 +298,10 @@ def troubled_trainer(rank: int, meeting: Meeting, kind: str) -> list[tuple[str, 
             for version in range(1, 5):
                 write(model, version)
                 began = time.monotonic()
-                with troubles.get((kind, rank), nullcontext()) if version == 2 else nullcontext():
+                trouble = troubles.get((kind, rank), nullcontext()) if version == 2 else nullcontext()
+                with trouble, mock.patch.object(logger, "warning") as warn:
                     text, report = attempt(partial(sender.send_weights, version))
+                    assert report is None or {*report.warnings} <= {call.args[-1] for call in warn.mock_calls}
                 outcomes.append((text, time.monotonic() - began, report.warnings if report else []))
         return outcomes
 

@@ -181,7 +181,12 @@ class HierarchicalLoader:
         load.describe(report)
         report.seconds = perf_counter() - began
         if first:
-            _log_result(report)
+            logger.info("%s", report.summary)
+        if first or load.inputs.local_modules:  # with which each rank has warnings of its own
+            for warning in report.warnings:
+                logger.warning("%s", warning)
+        if first:
+            _log_keys(report)
             if folder := os.environ.get("EPLOAD_TRACE"):
                 _write_trace(report, Path(folder))
         return report
@@ -202,11 +207,8 @@ def _log_start(model: nn.Module, checkpoint: Any, topology: Topology) -> None:
     )  # fmt: skip
 
 
-def _log_result(report: LoadReport) -> None:
-    """The summary, and what the checkpoint did not fill."""
-    logger.info("%s", report.summary)
-    for warning in report.warnings:
-        logger.warning("%s", warning)
+def _log_keys(report: LoadReport) -> None:
+    """Logs what the checkpoint did not fill."""
     if report.mismatched_keys:
         logger.warning("not loaded, as they have other shapes: %s", list_keys(report.mismatched_keys))
     if unfilled := sorted({*report.missing_keys} - {*report.initialized}):

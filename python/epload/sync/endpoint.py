@@ -13,6 +13,7 @@ from epload.ranks.topology import as_timedelta
 from epload.sync.generation import Generation
 from epload.sync.node_version import NodeVersion
 from epload.sync.participants import Start
+from epload.sync.report import SyncReport
 from epload.verify.digests import check_verify
 
 Snapshots = Literal["none", "host"]
@@ -68,6 +69,10 @@ class Endpoint:
             why = f"rank {control.rank} was interrupted before the version ({type(error).__name__})"
             control.refuse(control.next_load(), LoadError(why))
         self._drop_generation()
+
+    def _warn(self, report: SyncReport, warning: str) -> None:
+        report.warnings.append(warning)
+        log.logger.warning("%s", warning)
 
     def close(self) -> None:
         """Leaves the sync, and frees memory."""

@@ -292,10 +292,10 @@ class WeightSender(Endpoint):
                 if committed.failure is not None:
                     model.copies.forget()
                     why = message_of(committed.failure)
-                    report.warnings.append(f"the next version is sent in full: the copy of this one has failed: {why}")
+                    self._warn(report, f"the next version is sent in full: the copy of this one has failed: {why}")
                 offered = Attempt(partial(self._offer, report.version, self._generation) if self._first else lambda: None)
                 if offered.failure is not None:
-                    report.warnings.append(f"engines do not hand this version on: {message_of(offered.failure)}")
+                    self._warn(report, f"engines do not hand this version on: {message_of(offered.failure)}")
             except BaseException as error:  # receivers may have left the generation
                 model.copies.comparison = None
                 self._leave_generation(error)
