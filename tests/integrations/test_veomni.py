@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -333,3 +334,11 @@ def test_a_converter_is_one_for_epload_too(tmp_path: Path) -> None:
     model = on_meta(Model)
     epload.load(model, converted(tmp_path), progress=False)
     assert differ(model.state_dict(), values) == []
+
+
+def test_what_is_logged_has_no_credentials(caplog: pytest.LogCaptureFixture) -> None:
+    report = epload.LoadReport(missing_keys=["a"], unexpected_keys=["b"])
+    with mock.patch.object(epload, "load", return_value=report):
+        load(nn.Linear(2, 2), Path("s3://me:hunter2@bucket/a"))
+    assert [text.partition(": ")[2] for text in caplog.messages] == ["1 missing keys, initialized: a", "1 unexpected keys: b"]
+    assert "hunter2" not in caplog.text

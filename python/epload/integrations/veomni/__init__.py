@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import replace
 from itertools import chain
@@ -14,13 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import epload
+from epload.core.log import logger
 from epload.integrations.veomni.converted import ConvertedCheckpoint
 from epload.mapping.mapping import Mapping, Rename
 from epload.mapping.resolve import from_model
 from epload.mapping.wrappers import BASE_LAYER, PEFT_ALIASES, strip_wrappers, wrapper_aliases
 from epload.model.modules import Modules
 
-_log = logging.getLogger(__name__)
 _NOT_FOR_LOAD = ("is_peft_model", "adapter_path", "fqn_to_index_mapping")
 """Keyword arguments of the original that are not options of ``epload.load``."""
 
@@ -78,7 +77,7 @@ def rank0_load_and_broadcast_weights(
         keys = (("missing keys, initialized", report.missing_keys), ("unexpected keys", report.unexpected_keys))
         for title, names in keys:
             if names:
-                _log.warning("%s: %d %s: %s", weights_path, len(names), title, ", ".join(names[:10]))
+                logger.warning("%s: %d %s: %s", weights_path, len(names), title, ", ".join(names[:10]))
 
 
 def _mapping(model: nn.Module, is_peft_model: bool, converted: bool, tied: tuple[nn.Module, nn.Module] | None) -> Mapping:
@@ -179,7 +178,7 @@ def _tie(model: nn.Module, source: nn.Module, target: nn.Module) -> None:
         if layouts[0] == layouts[1]:
             with torch.no_grad():
                 replaced.to_local().copy_(tied.to_local())
-    _log.warning(
+    logger.warning(
         "the config ties the embeddings, but FSDP shards them as two parameters: both are loaded, and training will update "
         "them separately; call model.tie_weights() before fully_shard"
     )
