@@ -52,7 +52,7 @@ class Report:
     tensors: int = 0
     """Number of the tensors that were moved."""
     peak_staging: int = 0
-    """Bytes of this rank's buffers, on the host and on the device in total."""
+    """Bytes of this rank's buffers and copies, on the host and on the device in total."""
     warnings: list[str] = field(default_factory=list)
     """Likely mistakes, each of which was also logged."""
 

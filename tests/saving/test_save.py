@@ -166,7 +166,9 @@ def test_a_save_that_has_ended_keeps_no_tensors(tmp_path: Path) -> None:
 
     with mock.patch.object(run, "_copy", copy_and_look):
         pending = epload.save_async(model, tmp_path / "new")
-    assert pending.wait().tensors == 2
+    report = pending.wait()
+    assert report.tensors == 2
+    assert report.peak_staging == model.weight.nbytes + model.bias.nbytes
     del model
     gc.collect()
     assert [tensor() for tensor in kept] == [None] * 3

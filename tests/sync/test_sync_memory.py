@@ -150,6 +150,27 @@ def test_tensors_that_a_model_replaces_are_freed(options: dict[str, Any]) -> Non
     assert received == ([[]] if "mapping" in options else [[0, 0, 0]])
 
 
+def send_and_report(rank: int, meeting: Meeting, options: dict[str, Any]) -> int:
+    with sending(meeting, pair(), **options) as sender:
+        return sender.send_weights(1).peak_staging
+
+
+def receive_and_report(rank: int, meeting: Meeting, stage: str) -> int:
+    with receiving(meeting, pair(), stage=stage) as receiver:
+        return take(receiver).peak_staging
+
+
+@pytest.mark.parametrize("options", [{"snapshot": "host"}, {"delta": "auto"}], ids=lambda o: "".join(o))
+def test_reports_count_copies(options: dict[str, Any]) -> None:
+    """A sender's, and those that wait for a commit."""
+    model = sum(parameter.nbytes for parameter in pair().parameters())
+    without, copied = (
+        run([Job(1, send_and_report, (sent,)), Job(1, receive_and_report, (stage,))])
+        for sent, stage in (({}, "none"), (options, "device"))
+    )
+    assert copied == [[buffers + model] for [buffers] in without]
+
+
 def send_in_inference_mode(rank: int, meeting: Meeting) -> None:
     model = build("plain", 1)
     with sending(meeting, model, snapshot="host", delta="auto") as sender:

@@ -100,6 +100,8 @@ class PendingSave:
         read = self._model
         with preparing_call(self._topology):
             self._model = Attempt(lambda: replace(read.value, tensors=_copy(read.value.tensors)))
+            if self._model.result is not None:
+                self._report.peak_staging = sum(copy.nbytes for copy in self._model.result.tensors)
         number = self._topology.control.next_load()  # in the order of the caller's calls
 
         def run() -> SaveReport:

@@ -286,6 +286,8 @@ class WeightReceiver(Endpoint):
 
         show_progress = self._progress and self.engine.rank == 0
         generation.sync(start, tensors.result, report, None, show_progress, tensors.failure, begins)
+        if self._arrival is not None:
+            report.peak_staging += sum(tensor.nbytes for tensor in self._arrival.tensors)
         if generation.node_version is not None:
             self._holder.hold(report.version, generation.node_version)
         if in_place:

@@ -287,6 +287,7 @@ class WeightSender(Endpoint):
                 assert self._generation is not None
                 show_progress = self._progress and self._first
                 self._generation.sync(start, model.tensors, report, model.base_version, show_progress, begins=begins)
+                report.peak_staging += sum(copy.nbytes for copy in model.copies.tensors)
                 self._version = report.version  # of which receivers know from now on
                 committed = Attempt(lambda: model.commit(start.key, in_full=report.changed is None))
                 if committed.failure is not None:
