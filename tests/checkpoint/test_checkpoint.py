@@ -103,6 +103,14 @@ def test_a_dict_with_something_that_is_no_full_tensor() -> None:
         must_raise(kind, text, Checkpoint.open, state)
 
 
+def test_a_running_job_is_no_stored_checkpoint() -> None:
+    text = r"expected a stored checkpoint, got epload:/.*trainer0:29600, a running job; pass it to epload\.load\(\)"
+    for source in ("epload://trainer0:29600", Path("epload://trainer0:29600")):
+        must_raise(ValueError, text, Checkpoint.open, source)
+        with epload.HierarchicalLoader(progress=False) as loader:
+            must_raise(ValueError, text, loader.load, torch.nn.Linear(2, 2), source)
+
+
 def test_joining_names_what_is_wrong_with_the_path(tmp_path: Path) -> None:
     (folder := tmp_path / "two").mkdir()
     for i in (1, 2):

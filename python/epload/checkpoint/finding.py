@@ -78,7 +78,7 @@ def check_no_options(source: str, prefix: str, variant: str = "") -> None:
     if prefix and prefix != file_sets.DCP_ROOT:
         raise ValueError(
             f"prefix={prefix!r} is where the model is in a DCP folder, which {source} is not; to change names, pass "
-            "mapping=epload.Mapping(renames=...)"
+            "mapping=epload.Mapping(renames=...) to a load, or renames= to epload.convert()"
         )
     if variant:
         raise ValueError(

@@ -22,7 +22,7 @@ from epload.checkpoint.quantization import quantization_of
 from epload.checkpoint.state_dict import STATE_DICT, StateDictCheckpoint, split_entries
 from epload.core.dtypes import FP8, INTEGERS
 from epload.core.pieces import Quantization
-from epload.errors import CheckpointError
+from epload.errors import CheckpointError, redact_url
 
 FORMATS: dict[str, tuple[Callable[[StoredFile], FileFacts], Callable[[OpenFiles], Checkpoint]]] = {
     ".safetensors": (safetensors.file_facts, safetensors.read),
@@ -62,6 +62,8 @@ def open_source(
         raise TypeError(
             f"expected a checkpoint as a path, a dict of tensors or an epload.Checkpoint, got {type(source).__name__}"
         )
+    if str(source).startswith("epload:/"):  # also as a pathlib.Path
+        raise ValueError(f"expected a stored checkpoint, got {redact_url(str(source))}, a running job; pass it to epload.load()")
     with located(source, variant, progress) as (store, name):
         chosen, has_config = choose(store, name, prefix, variant), not name
         if chosen == [file_sets.DELTA]:
