@@ -86,6 +86,25 @@ def test_inspect_says_that_an_optimizer_is_not_shown(tmp_path: Path) -> None:
     assert run_json("diff", tmp_path, tmp_path / "new")["ignored"] == [["optim", "step"], []]
 
 
+def test_a_dcp_folder_with_two_models(tmp_path: Path) -> None:
+    model, other = {"w": torch.zeros(2)}, {"w": torch.ones(2), "b": torch.ones(1)}
+    dcp.save({"model": model, "state_dict": other}, checkpoint_id=tmp_path / "two", no_dist=True)
+    save_file(other, tmp_path / "other.safetensors")
+    option = ("--prefix", "state_dict")
+    for command, text, status, more in (
+        ("inspect", "tensors     2 (3 elements", 0, ()),
+        ("verify", "2 tensors, 12 B", 0, ()),
+        ("diff", "2 tensors with equal values", 0, (tmp_path / "two",)),
+        ("plan", "unexpected keys", 1, ("--model", "torch.nn:Identity")),
+    ):
+        assert "pass prefix='state_dict' or prefix='model'" in refused(command, tmp_path / "two", *more)
+        assert text in run(command, tmp_path / "two", *more, *option, status=status)
+    for paths in ((tmp_path / "two", tmp_path / "other.safetensors"), (tmp_path / "other.safetensors", tmp_path / "two")):
+        assert run("diff", *paths, *option) == "2 tensors with equal values\n"
+    assert "no tensor is under prefix='ema'" in refused("diff", *paths, "--prefix", "ema")
+    assert "is where the model is in a DCP folder" in refused("diff", *[paths[0]] * 2, *option)
+
+
 @pytest.mark.parametrize("name", ["", "torch/model.pt"])
 def test_verify_reads_everything_and_finds_nothing(name: str, checkpoint: Path) -> None:
     assert run("verify", checkpoint / name).endswith("every byte read, no tensor with NaN or Inf\n")

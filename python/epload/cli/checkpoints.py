@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from epload.cli.folding import fold
-from epload.cli.output import facts, json_option, not_read, print_json, show, table, variant_option
+from epload.cli.output import facts, json_option, not_read, prefix_option, print_json, show, table, variant_option
+from epload.core.attempt import Attempt
 from epload.observe.progress import Progress
 from epload.observe.render import count, list_first, show_bytes
 
@@ -36,10 +38,21 @@ _tolerance = click.FloatRange(min=0)
 _file = click.Path(exists=True, dir_okay=False)
 
 
-def _open(checkpoint: str, variant: str) -> Checkpoint:
+def _open(checkpoint: str, prefix: str, variant: str) -> Checkpoint:
     from epload.checkpoint.base import Checkpoint
 
-    return Checkpoint.open(checkpoint, variant=variant)
+    return Checkpoint.open(checkpoint, prefix=prefix, variant=variant)
+
+
+def _open_both(first: str, second: str, prefix: str, variant: str) -> list[Checkpoint]:
+    """Opens two checkpoints. The prefix may be for one of them, as for a DCP folder and what it was converted to."""
+    paths = first, second
+    opened = [Attempt(partial(_open, path, prefix, variant)) for path in paths]
+    refused = [isinstance(each.failure, ValueError) for each in opened]
+    if prefix and sum(refused) == 1:
+        number = refused.index(True)
+        opened[number] = Attempt(partial(_open, paths[number], "", variant))
+    return [each.value for each in opened]
 
 
 def _check_filter(pattern: re.Pattern[str], *of: Manifest) -> None:
@@ -56,16 +69,17 @@ def _check_filter(pattern: re.Pattern[str], *of: Manifest) -> None:
 @click.command()
 @click.argument("checkpoint")
 @filter_option
+@prefix_option
 @variant_option
 @json_option
-def inspect(checkpoint: str, pattern: re.Pattern[str], variant: str, as_json: bool) -> None:
+def inspect(checkpoint: str, pattern: re.Pattern[str], prefix: str, variant: str, as_json: bool) -> None:
     """Check a checkpoint's headers, and show what it contains.
 
     CHECKPOINT is a file (safetensors, .pt, .bin), a folder, also one of torch.distributed.checkpoint, a model on the Hugging Face
     Hub (org/name) or a URL (s3://, gs://, az://, https://). Only headers are read. Tensors whose names differ in numbers only
     are one line.
     """
-    opened = _open(checkpoint, variant)
+    opened = _open(checkpoint, prefix, variant)
     opened.close()
     manifest = opened.manifest
     _check_filter(pattern, manifest)
@@ -135,11 +149,12 @@ def _summarize(manifest: Manifest, pattern: re.Pattern[str]) -> dict[str, Any]:
 @click.option("--public-key", type=_file, metavar="PEM", help="Take this public key of the signer.")
 @click.option("--identity", metavar="NAME", help="Expect this identity of the signer with Sigstore, such as an e-mail address.")
 @click.option("--identity-provider", metavar="URL", help="Expect this OpenID Connect provider to have confirmed the identity.")
+@prefix_option
 @variant_option
 @json_option
 def verify(
     checkpoint: str, checksums: str | None, signature: str | None, public_key: str | None, identity: str | None,
-    identity_provider: str | None, variant: str, as_json: bool,
+    identity_provider: str | None, prefix: str, variant: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Read all of a checkpoint, and list the tensors with NaN or Inf.
 
@@ -154,7 +169,7 @@ def verify(
         authenticity["signature"] = verify_signature(checkpoint, signature, public_key, identity, identity_provider)
     elif public_key or identity or identity_provider:
         raise click.BadParameter("expected --signature with it", param_hint="--public-key or --identity")
-    opened = _open(checkpoint, variant)
+    opened = _open(checkpoint, prefix, variant)
     if checksums is not None:
         authenticity["checksums"] = compare_files(opened, checksums)
     manifest = opened.manifest
@@ -188,11 +203,12 @@ def verify(
 @click.option("--headers", "headers_only", is_flag=True, help="Compare names, shapes and dtypes only.")
 @click.option("--all", "show_all", is_flag=True, help=f"Show all differences, not only the first {_SHOWN} of each kind.")
 @filter_option
+@prefix_option
 @variant_option
 @json_option
 def diff(
     first: str, second: str, rtol: float | None, atol: float | None, headers_only: bool, show_all: bool, pattern: re.Pattern[str],
-    variant: str, as_json: bool,
+    prefix: str, variant: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Compare two checkpoints: names, shapes, dtypes and values.
 
@@ -204,7 +220,7 @@ def diff(
     """
     from epload.verify.compare import compare_headers, compare_values
 
-    one, two = (_open(path, variant) for path in (first, second))
+    one, two = _open_both(first, second, prefix, variant)
     _check_filter(pattern, one.manifest, two.manifest)
     headers = compare_headers(one.manifest, two.manifest, pattern)
     common = headers.pop("common")

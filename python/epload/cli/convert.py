@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from epload.cli.output import json_option, not_read, print_json, show, variant_option
+from epload.cli.output import json_option, not_read, prefix_option, print_json, show, variant_option
 from epload.observe.progress import Progress
 from epload.observe.render import list_first
 
@@ -48,7 +48,7 @@ _file = click.Path(exists=True, dir_okay=False)
     metavar="PATTERN",
     help="Quantize the weights whose names match this regular expression. By default those of Linear layers and experts.",
 )
-@click.option("--prefix", default="", help="Take the model at this place in a DCP folder, such as app.model.")
+@prefix_option
 @click.option(
     "--max-shard-gb",
     type=_size,

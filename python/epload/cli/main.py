@@ -17,7 +17,7 @@ def main(context: click.Context) -> None:
     """Work with the checkpoints that epload loads into sharded PyTorch models.
 
     Each command exits with 0 if all is well; with 1 if it failed, or found what it looks for (NaN, differences, a failed check);
-    and with 2 for wrong arguments.
+    and with 2 for wrong arguments, but with 1 if only the work itself shows that they are wrong.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

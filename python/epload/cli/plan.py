@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from epload.cli.output import facts, json_option, print_json, show, table, variant_option
+from epload.cli.output import facts, json_option, prefix_option, print_json, show, table, variant_option
 from epload.observe.render import count, list_keys, show_bytes
 
 
@@ -37,11 +37,12 @@ from epload.observe.render import count, list_keys, show_bytes
     type=click.Choice(["reset_parameters"]),
     help="Initialize what the checkpoint lacks by this method of its modules, as the argument of epload.load does.",
 )
+@prefix_option
 @variant_option
 @json_option
 def plan(
     checkpoint: str, model: str | None, mesh: str, nodes: int, mapping: str | None, init_missing: str | None,
-    variant: str, as_json: bool,
+    prefix: str, variant: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Show what a load would do, without its ranks.
 
@@ -62,7 +63,7 @@ def plan(
     world = prod(sizes.values())
     if world % nodes:
         raise click.UsageError(f"expected as many ranks on each of {nodes} nodes, got a mesh of {world}")
-    opened = Checkpoint.open(checkpoint, variant=variant)
+    opened = Checkpoint.open(checkpoint, prefix=prefix, variant=variant)
     opened.close()
     on_nodes = [range(first, first + world // nodes) for first in range(0, world, world // nodes)]
     job = plan_job(opened.manifest, find_factory(model or checkpoint), sizes, on_nodes, rules, init_missing is not None)
