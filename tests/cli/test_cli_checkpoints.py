@@ -105,6 +105,16 @@ def test_a_dcp_folder_with_two_models(tmp_path: Path) -> None:
     assert "is where the model is in a DCP folder" in refused("diff", *[paths[0]] * 2, *option)
 
 
+def test_a_dtype_that_torch_does_not_convert(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        values = torch.full((4,), ord(name), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        torch.save({"w": values, "v": torch.ones(3)}, tmp_path / f"{name}.pt")
+    assert run("verify", tmp_path / "a.pt").endswith("no tensor with NaN or Inf\n")
+    assert "2 tensors with equal values" in run("diff", tmp_path / "a.pt", tmp_path / "a.pt")
+    text = refused("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert text.startswith("epload: w differs, but torch does not convert values of float4_e2m1fn_x2")
+
+
 @pytest.mark.parametrize("name", ["", "torch/model.pt"])
 def test_verify_reads_everything_and_finds_nothing(name: str, checkpoint: Path) -> None:
     assert run("verify", checkpoint / name).endswith("every byte read, no tensor with NaN or Inf\n")

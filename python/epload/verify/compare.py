@@ -14,6 +14,7 @@ from epload.checkpoint.base import Checkpoint, read_in_chunks
 from epload.checkpoint.byte_store import Progress
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
+from epload.errors import CheckpointError
 
 _CHUNK_ELEMENTS = 1 << 20
 
@@ -28,7 +29,7 @@ def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> Iterator[dict
             progress(values.nbytes)
             if values.is_complex():  # as pairs: torch counts neither kind in complex numbers
                 values = torch.view_as_real(values)
-            if values.is_floating_point():
+            if values.is_floating_point() and values.dtype in dtypes.TABLE:  # float4 has neither, and torch does not convert it
                 values = values.float() if values.dtype.itemsize == 1 else values  # torch has no isinf for float8
                 nans += int(values.isnan().sum())
                 infs += int(values.isinf().sum())
@@ -66,7 +67,7 @@ def compare_values(
     """Compares tensors of equal shapes, a million elements at a time; dtypes may differ. Yields for each tensor that differs its
     name, how many elements differ by more than the tolerances (``differing``), how many it has (``count``), and of all absolute
     differences the largest and the mean; these are infinite where one value is NaN, or infinite, and the other is another. Raises
-    CheckpointError.
+    CheckpointError, also for values that differ in a dtype that torch does not convert.
 
     Two NaN are equal; so are 0 and -0. Differences are computed in float64, in which integers beyond 2**53 are rounded; whether
     two integers differ is exact.
@@ -85,6 +86,11 @@ def compare_values(
             progress(a.nbytes)
             if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
                 continue
+            if alien := next((t.dtype for t in (a, b) if t.dtype not in dtypes.TABLE), None):
+                raise CheckpointError(
+                    f"{name} differs, but torch does not convert values of {dtypes.name(alien)}, to say by how much; pass "
+                    "--headers, or leave it out with --filter"
+                )
             off, distance = _differences(a, b, rtol, atol)
             differing += int(off.sum())
             largest = max(largest, float(distance.max()))
