@@ -110,6 +110,7 @@ def test_versions_arrive_bit_for_bit(trainer: Any, engines: Any, dtype: Any, ver
             sparse = DENSITY[version] <= 0.3 or options["delta"] == "always"
             assert sent[version - 1].changed == (changed_elements(version, dtype) if sparse else None)
             assert sparse or "50%" in sent[version - 1].why_full
+            assert sent[version - 1].transport == ("host" if sparse else sent[0].transport)
 
 
 def changing_trainer(

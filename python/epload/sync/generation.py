@@ -380,7 +380,8 @@ class Generation:
         report.not_pulled = self.not_pulled
         report.senders, report.receivers = len(self.members.senders), len(self.members.receivers)
         report.tensors, report.nbytes = len(plan.names), plan.total
-        report.transport = self.route.backend if self.route is not None else "ipc" if plan.borrowers else "host"
+        if report.changed is None:  # else through host memory, which is the default
+            report.transport = self.route.backend if self.route is not None else "ipc" if plan.borrowers else "host"
         memories = {self._memory, self.node_version.memory if self.node_version is not None else None}
         report.peak_staging += sum(memory.footprint for memory in memories if memory is not None)
         report.peak_staging += self._changes.footprint + (self.route.footprint if self.route is not None else 0)
