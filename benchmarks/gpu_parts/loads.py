@@ -268,7 +268,7 @@ def real_size(options: argparse.Namespace) -> Iterator[Row]:
     write_checkpoint(folder, REAL, seed=1, varied=True)
     yield {"what": "written", "GB": nbytes / 1e9, "s": time.perf_counter() - began}
     yield from loads("real size", REAL, folder, device)
-    yield from peer_rows(str(folder / FILE), device, limit_of(device), there)
+    yield from peer_rows(str(folder / FILE), device, limit_of(device))
 
 
 def available() -> int:
@@ -296,12 +296,11 @@ def others(options: argparse.Namespace) -> Iterator[Row]:
         timed("a first load", loader, model, folder, device)
         row = timed("epload, into a model that is there", loader, model, folder, device)
         yield row | {"of_the_limit": row["GB_s"] * 1e9 / limit}
-    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 1 << 62
-    yield from peer_rows(str(folder / FILE), device, limit, there)
+    yield from peer_rows(str(folder / FILE), device, limit)
 
 
-def peer_rows(file: str, device: torch.device, limit: float, there: int) -> Iterator[Row]:
-    """``there``: bytes of memory of the device. What takes long is not done twice to warm up."""
+def peer_rows(file: str, device: torch.device, limit: float) -> Iterator[Row]:
+    """What takes long is not done twice to warm up."""
     nbytes = os.path.getsize(file)
     loaders: dict[str, tuple[str, Callable[[str, torch.device], object]]] = {
         "InstantTensor, mmap": ("instanttensor", _instanttensor),
@@ -313,9 +312,6 @@ def peer_rows(file: str, device: torch.device, limit: float, there: int) -> Iter
     for name, (module, run) in loaders.items():
         if device.type == "cuda":
             torch.cuda.empty_cache()  # others do not ask torch for memory
-        if name == "fastsafetensors" and there < 2.1 * nbytes:
-            yield {"what": name, "is": f"left out: it takes {2 * nbytes / 1e9:.0f} GB of the device"}
-            continue
         try:
             import_module(module)
             whole = finished(device, partial(run, file, device))
@@ -339,7 +335,7 @@ def _instanttensor(file: str, device: torch.device) -> object:
     from instanttensor import safe_open
 
     with safe_open(file, framework="pt", device=device.index or 0) as opened:
-        return [tensor.clone() for _, tensor in opened.tensors()]
+        return [tensor for _, tensor in opened.tensors()]
 
 
 def _safetensors(file: str, device: torch.device) -> object:
@@ -349,18 +345,19 @@ def _safetensors(file: str, device: torch.device) -> object:
 
 
 def _fastsafetensors(file: str, device: torch.device) -> object:
+    os.environ.setdefault("FASTSAFETENSORS_ODIRECT", "0")  # files are in the page cache
     from fastsafetensors import fastsafe_open
 
     with fastsafe_open(filenames=[file], nogds=True, device=str(device)) as opened:
-        return [opened.get_tensor(name).clone() for name in opened.keys()]  # noqa: SIM118
+        return [opened.get_tensor(name) for name in opened.keys()]  # noqa: SIM118
 
 
 def _runai(file: str, device: torch.device) -> object:
     from runai_model_streamer import SafetensorsStreamer
 
     with SafetensorsStreamer() as streamer:
-        streamer.stream_file(file)
-        return [tensor.to(device, non_blocking=True) for _, tensor in streamer.get_tensors()]
+        streamer.stream_file(file, device=str(device))
+        return [tensor for _, tensor in streamer.get_tensors()]
 
 
 def _transformers(file: str, device: torch.device) -> object:
