@@ -216,7 +216,14 @@ def _targets(found: list[Row], floor: float | None) -> Table:
         ("from meta, one reader, verify=True over False", "<= 1.4", ratio("meta", checked, one)),
         ("materialize over to_empty", "<= 0.33", ratio("materialize", "epload", "to_empty")),
     )
-    return Table("Targets", ("ratio of medians", "target", "measured"), [[*row[:2], times(row[2])] for row in rows])
+    return Table("Targets", ("ratio of medians", "target", "measured"), [_reached(*row) for row in rows])
+
+
+def _reached(what: str, target: str, ratio: float | None) -> list[str]:
+    """Returns the line of a target, such as ``">= 10"``."""
+    sign, limit = target.split()
+    met = ratio is None or (ratio >= float(limit) if sign == ">=" else ratio <= float(limit))
+    return [what, target, times(ratio) + ("" if met else " (missed)")]
 
 
 def times_of(row: Row) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import bench_load
 import tables
 
 ROOT = Path(__file__).parents[2]
@@ -76,3 +77,9 @@ def test_tables_are_written_between_their_marks(tmp_path: Path) -> None:
     assert text.endswith("| none | FAILED: why |\n<!-- end x -->\nafter\n")
     with pytest.raises(ValueError, match="begin y"):
         tables.write("y", [], page)
+
+
+def test_a_target_that_is_missed_is_marked() -> None:
+    cases = (("<= 1.5", 1.5, "1.50"), ("<= 1.5", 1.6, "1.60 (missed)"), (">= 10", 10.4, "10"), (">= 10", 3.35, "3.35 (missed)"))
+    for target, ratio, shown in (*cases, (">= 10", None, "")):
+        assert bench_load._reached("what", target, ratio) == ["what", target, shown]
