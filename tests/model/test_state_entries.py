@@ -347,6 +347,8 @@ def test_partitions_of_zero_3_are_refused(tmp_path: Path) -> None:
     model[0].weight.data = torch.empty(0)
     save, at = partial(epload.save, model, tmp_path / "c"), "0.weight, of shape [3, 2], is partitioned "
     must_be_refused(save, "ModelMismatch", at, "GatheredParameters")
+    save_state = partial(epload.save, model.state_dict(), tmp_path / "c")
+    must_be_refused(save_state, "ModelMismatch", "0.weight has no elements", "GatheredParameters")
     model[0].weight.data = whole  # gathered
     save()
     assert torch.equal(load_file(tmp_path / "c" / "model.safetensors")["0.weight"], whole)

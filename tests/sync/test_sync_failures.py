@@ -241,6 +241,14 @@ def sender(address: Any = ("127.0.0.1", 0), receivers: int = 1, timeout: float =
     return epload.WeightSender(build("plain", 1), address, receivers=receivers, timeout=timeout)
 
 
+def test_too_few_descriptors_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    sender(receivers=10_000_000).close()
+    assert "10000000 receiving ranks need at least 40000256 file descriptors" in caplog.text
+    caplog.clear()
+    sender().close()
+    assert "descriptors" not in caplog.text
+
+
 def test_receivers_that_do_not_come_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     soon = mock.patch.object(participants, "_WARN_SECONDS", 0.0)
     with soon, caplog.at_level("WARNING"), sender(receivers=3, timeout=1) as alone:

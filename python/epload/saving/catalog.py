@@ -27,6 +27,7 @@ from epload.mapping.place import Place, place
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.transformers import checkpoint_form
 from epload.mapping.wrappers import TRAINED_COPY, is_from_package, names_added_by_adapters, unwrap
+from epload.model.flat_state import FlatState
 from epload.model.initialization import is_diffusers, is_pretrained, new_on_meta
 from epload.model.megatron import MegatronChunks
 from epload.model.targets import Targets
@@ -77,6 +78,8 @@ def catalog(
     if isinstance(model, MegatronChunks):
         return *megatron_catalog(model, mapping, names_from), ""
     _check_quantizer(unwrap(model, ())[0])
+    if isinstance(model, FlatState):
+        _check_gathered(targets)
     dtypes = {name: targets.dtypes[number] for name, number in targets.index.items()}
     added = names_added_by_adapters(model, targets.index)
     shapes = {name: shape for name, shape in targets.shapes.items() if name not in added}
@@ -107,6 +110,16 @@ def catalog(
     manifest = Manifest(tuple(names[i] for i in used), tuple(unpadded), of_tensors, "the model")
     text = repr(replace(rules, ties=(), aliases=()))  # ranks may have some of the tied tensors, and other wrappers
     return manifest, [placed[i] for i in used], [sizes[i] for i in used], text
+
+
+def _check_gathered(targets: Targets) -> None:
+    """Raises ModelMismatch for the state dict of a model that DeepSpeed's ZeRO-3 partitions, whose weights have no elements."""
+    for name, shape in targets.shapes.items():
+        if shape == (0,) and name.endswith("weight"):
+            raise ModelMismatch(
+                f"{name} has no elements, as in the state dict of a model that DeepSpeed's ZeRO-3 has partitioned; pass the "
+                "model, under deepspeed.zero.GatheredParameters(model.parameters())"
+            )
 
 
 def _check_quantizer(model: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import secrets
 import threading
 import time
@@ -320,6 +321,10 @@ class SenderRendezvous:
         self._next_look = 0.0
         self._number = 0
         """Number of the last announcement."""
+        descriptors, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], expected * 4 + 256
+        if descriptors < needed:
+            text = "%d receiving ranks need at least %d file descriptors in the sender's first rank, which may have %d: ulimit -n"
+            logger.warning(text, expected, needed, descriptors)
 
     def announce(self, version: Any) -> int:
         """Announces a version, or an offer; None says that there will be no more. Returns the number of the announcement."""

@@ -139,7 +139,7 @@ class WeightSender(Endpoint):
         self._generations = 0
         self._receivers: tuple[Participant, ...] = ()
         self._unacknowledged = 0
-        """Receivers of the last version that has started; each says when it knows how that has ended."""
+        """Ranks that say when they know how the last version that has started has ended."""
         self._version: int | None = None
         self._sending: futures.Future[SyncReport] | None = None
         self._token = token
