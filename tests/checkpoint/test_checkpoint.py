@@ -127,7 +127,7 @@ def test_an_element_of_any_stride_and_a_folder_with_a_number_sign(tmp_path: Path
     assert_same(read_all(Checkpoint.open(state)), {name: torch.tensor(value.tolist()) for name, value in state.items()})
     for name in ("run", "run#2"):
         save_file({"w": torch.tensor([float(len(name))])}, (tmp_path / name).with_suffix(".safetensors"))
-    must_raise(CheckpointError, "a # begins", Checkpoint.open, f"file://{tmp_path}/run#2.safetensors")
+    must_raise(CheckpointError, "a # or \\? begins", Checkpoint.open, f"file://{tmp_path}/run#2.safetensors")
     assert read_all(Checkpoint.open(tmp_path / "run#2.safetensors"))["w"].item() == 5
     opened: list[str] = []
     monkeypatch.setattr(object_store, "connect", opened.append)

@@ -112,6 +112,22 @@ def test_keys_are_what_they_are(name: str, library: str, s3: Servers, tmp_path: 
             assert_same(read_all(Checkpoint.open(source)), state)
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    ("there", "source", "text"),
+    [
+        ("query", "query/model.safetensors?versionId=1", r"query/model.safetensors: in a URL, a # or \? begins"),
+        ("run", "run?lr=1/model.safetensors", r"a # or \? begins"),
+        ("run", "run?lr=1", r"a # or \? begins"),
+    ],
+)
+def test_urls_that_would_read_another_key(there: str, source: str, text: str, library: str, s3: Servers, tmp_path: Path) -> None:
+    save_file(small_state(), tmp_path / "model.safetensors")
+    put(s3[0], tmp_path, there)
+    with only(library):
+        must_raise(CheckpointError, text, Checkpoint.open, f"s3://{BUCKET}/{source}")
+
+
 def test_requests_go_on_with_the_threads_there_are(s3: Servers, tmp_path: Path) -> None:
     folder_with_index(tmp_path, small_state())
     url, start, started = put(s3[0], tmp_path, "few threads"), threads.start, []

@@ -221,15 +221,16 @@ def locate(source: Source, variant: str, progress: Progress, shared: Shared | No
             "expected a URL such as s3://bucket/path, got a malformed one: write each of /?#@ in a user or password as %2F, "
             "%3F, %23 or %40, or leave them out and let the client find the credentials"
         ) from None
-    if "#" in source:
+    is_http = parts.scheme in ("http", "https")
+    if "#" in source or ("?" in source and not is_http):
         raise CheckpointError(
-            f"cannot read {redact_url(source)}: in a URL, a # begins what is not part of the path; rename the folder, or "
-            "pass the path itself if it is a local one"
+            f"cannot read {redact_url(source)}: in a URL, a # or ? begins what is not part of the path, and a version of an "
+            "object cannot be chosen; rename the folder, or pass the path itself if it is a local one"
         )
     path, name = parts.path.rstrip("/"), ""
     if path.endswith(_SUFFIXES):
         path, _, name = path.rpartition("/")
-        name = unquote(name) if parts.scheme in ("http", "https") else name  # elsewhere keys are what they are
+        name = unquote(name) if is_http else name  # elsewhere keys are what they are
     return ObjectStore(_with_path(parts, path)), name
 
 
