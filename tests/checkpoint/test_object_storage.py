@@ -119,6 +119,8 @@ def test_keys_are_what_they_are(name: str, library: str, s3: Servers, tmp_path: 
         ("query", "query/model.safetensors?versionId=1", r"query/model.safetensors: in a URL, a # or \? begins"),
         ("run", "run?lr=1/model.safetensors", r"a # or \? begins"),
         ("run", "run?lr=1", r"a # or \? begins"),
+        ("twice", "twice//model.safetensors", r"twice//model.safetensors: keys with // in them are not supported"),
+        ("twice/x", "twice//x/", "keys with // in them"),
     ],
 )
 def test_urls_that_would_read_another_key(there: str, source: str, text: str, library: str, s3: Servers, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ _BLOCKS = 128
 _GAP_BYTES = 64 << 10
 """A gap that is cheaper to fetch than another request."""
 _SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".metadata")
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "obs", "cos")
+"""Schemes of storage in which a key with // is not the one with /."""
 _Range = tuple[int, int, int, int]
 """A row of what :meth:`ByteStore.read` takes: index of the file, offset in it, offset in the buffer, length."""
 
@@ -228,6 +230,11 @@ def locate(source: Source, variant: str, progress: Progress, shared: Shared | No
             "object cannot be chosen; rename the folder, or pass the path itself if it is a local one"
         )
     path, name = parts.path.rstrip("/"), ""
+    if "//" in path and parts.scheme in _BUCKETS:
+        raise CheckpointError(
+            f"cannot read {redact_url(source)}: keys with // in them are not supported, as clients take // for /; write / if "
+            "that is meant, or rename the objects"
+        )
     if path.endswith(_SUFFIXES):
         path, _, name = path.rpartition("/")
         name = unquote(name) if is_http else name  # elsewhere keys are what they are
