@@ -26,6 +26,7 @@ import torch
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from obstore.store import HTTPStore
 from safetensors.torch import save_file
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Piece, Topology
@@ -180,6 +181,13 @@ def test_a_signed_url(library: str, s3: Servers, tmp_path: Path) -> None:
         save_file({"x": torch.ones(3)}, tmp_path / "model.safetensors")
         put(s3[0], tmp_path, f"signed/{library}")
         assert "was replaced by another object" in checkpoint.changed()
+
+
+@pytest.mark.parametrize("host", ["b.s3.amazonaws.com", "account.blob.core.windows.net", "a.r2.cloudflarestorage.com"])
+def test_a_signed_url_of_a_known_host_keeps_its_signature(host: str) -> None:
+    url = f"https://{host}/folder/x?signature=1"
+    store = object_clients.ObstoreClient(url)._store
+    assert (type(store), store.url) == (HTTPStore, url)
 
 
 def test_a_folder_that_may_not_be_listed(s3: Servers, tmp_path: Path) -> None:

@@ -83,13 +83,14 @@ class ObstoreClient:
         self._errors = importlib.import_module("obstore.exceptions")
         stores = importlib.import_module("obstore.store")
         scheme, _, address = url.replace("s3a://", "s3://", 1).partition("://")
-        if not scheme.startswith("http"):
+        is_http = scheme.startswith("http")
+        if not is_http:
             bucket, slash, key = address.partition("/")
             address = f"{bucket}{slash}{key.replace('%', '%25')}"  # keys are not quoted
-        self._is_signed = scheme.startswith("http") and "?" in address
-        self._store = stores.from_url(
-            f"{scheme}://{address}", retry_config={"max_retries": 0}, client_options=_client_options(scheme)
-        )
+        self._is_signed = is_http and "?" in address
+        # The other from_url() takes hosts of S3 and Azure for buckets, without the signature in the URL.
+        from_url = stores.HTTPStore.from_url if is_http else stores.from_url
+        self._store = from_url(f"{scheme}://{address}", retry_config={"max_retries": 0}, client_options=_client_options(scheme))
 
     def head(self, name: str) -> Version:
         """Returns the object's version. A signature in a URL is one of GET, and does not allow HEAD."""
