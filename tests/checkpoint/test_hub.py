@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from click.testing import CliRunner
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 from safetensors.torch import save_file
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -158,6 +159,10 @@ def test_offline_from_the_cache(model: Path, tmp_path: Path) -> None:
         server.broken = True
         check()
     check()  # nobody listens there
+    with socket.create_server(("127.0.0.1", 0)) as silent, mock.patch.object(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2):
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"  # which accepts and never answers
+        with pointing(address, cache):
+            assert_same(read_all(Checkpoint.open("org/name")), STATE)
     (link,) = cache.rglob("model.safetensors")
     assert "." not in link.resolve().name, "the content has the name of its digest"
     assert_same(read_all(Checkpoint.open(link.resolve())), STATE)

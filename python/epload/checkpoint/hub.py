@@ -99,7 +99,7 @@ def _download(hub: Any, name: str, revision: str, variant: str, progress: Progre
     """Returns the folder in the cache. Raises CheckpointError if the model is not on the Hub, or not accessible, or neither
     reachable nor cached."""
     try:
-        info = hub.HfApi().model_info(name, revision=revision or None)
+        info = hub.HfApi().model_info(name, revision=revision or None, timeout=hub.constants.HF_HUB_DOWNLOAD_TIMEOUT)
     except Exception as error:
         if not isinstance(error, hub.errors.HfHubHTTPError) or error.response.status_code >= 500:
             for file in (*file_sets.standard_names(variant), file_sets.CONFIG):
