@@ -156,8 +156,9 @@ def test_offline_from_the_cache(model: Path, tmp_path: Path) -> None:
             match = f"in revision {revision}: .*not in the cache.*hf download org/name --revision {revision}$"
             _refused(server, cache, f"hf://org/name@{revision}", match, offline=True)
         assert server.asked == asked
-        server.broken = True
-        check()
+        for status in (500, 429, 408):
+            server.broken = status
+            check()
     check()  # nobody listens there
     with socket.create_server(("127.0.0.1", 0)) as silent, mock.patch.object(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2):
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"  # which accepts and never answers
@@ -181,7 +182,7 @@ def test_what_the_hub_refuses(model: Path, tmp_path: Path) -> None:
         _refused(server, cache, "org/other", "neither such a path nor, for this user, such a model at http.*HF_TOKEN")
         _refused(server, cache, "hf://org/name@v2", "org/name has no revision v2 at http")
         _refused(server, cache, "org/name", "cannot be reached .*not in the cache.*hf download org/name", offline=True)
-        server.broken = True
+        server.broken = 500
         _refused(server, cache, "org/name", "answered 500 for hf://org/name", TOKEN)
     _refused(server, cache, "org/name", r"cannot be reached \(ConnectError\), and it is not in the cache", TOKEN)
     with serving(HubServer(model, private=True)) as server:

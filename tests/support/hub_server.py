@@ -26,8 +26,8 @@ class HubServer:
 
     def __init__(self, folder: Path, private: bool = False, gated: bool = False, delay: float = 0.0, **others: Path) -> None:
         self.folders, self.private, self.gated, self.delay = {"name": folder, **others}, private, gated, delay
-        self.broken = False
-        """Whether it answers 500."""
+        self.broken = 0
+        """The status with which it answers everything; 0 if it works."""
         self.fetched: Counter[str] = Counter()
         """How often the content of each file was sent."""
         self.described: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class HubServer:
 
     def _route(self, path: str, authorization: str, body: bool) -> tuple[int, dict[str, str], bytes]:
         if self.broken:
-            return 500, {}, b""
+            return self.broken, {}, b""
         model = re.match(r"(?:/api/models)?/org/([^/]+)(?:/|$)", path)
         if model is None or model[1] not in self.folders:
             return 401, {"X-Error-Code": "RepoNotFound"}, b""

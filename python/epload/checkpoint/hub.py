@@ -101,7 +101,7 @@ def _download(hub: Any, name: str, revision: str, variant: str, progress: Progre
     try:
         info = hub.HfApi().model_info(name, revision=revision or None, timeout=hub.constants.HF_HUB_DOWNLOAD_TIMEOUT)
     except Exception as error:
-        if not isinstance(error, hub.errors.HfHubHTTPError) or error.response.status_code >= 500:
+        if not isinstance(error, hub.errors.HfHubHTTPError) or error.response.status_code not in (401, 403, 404):
             for file in (*file_sets.standard_names(variant), file_sets.CONFIG):
                 path = hub.try_to_load_from_cache(name, file, revision=revision or None)
                 if isinstance(path, str):
