@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import os
-import ssl
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -23,9 +17,6 @@ from urllib.parse import quote, unquote
 import fsspec
 import pytest
 import torch
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from obstore.store import HTTPStore
 from safetensors.torch import save_file
 
@@ -42,6 +33,7 @@ from support.failures import must_raise
 from support.findings import not_refused
 from support.s3_server import BUCKET, SECRET, Moto, Proxy
 from support.small_model import NODES, meta_net, state_for, wrong
+from support.untrusted_server import untrusted
 
 LIBRARIES = ("obstore", "fsspec")
 Servers = tuple[Moto, Proxy]
@@ -374,48 +366,6 @@ def test_a_bucket_in_another_region(s3: Servers) -> None:
         before = s3[1].requests
         clean(must_raise(CheckpointError, "in another region; set AWS_REGION to it", Checkpoint.open, source))
         assert s3[1].requests == before + 1
-
-
-def _certificate(folder: Path) -> Path:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
-        .sign(key, hashes.SHA256())
-    )
-    plain = serialization.NoEncryption()
-    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, plain)
-    path = folder / "certificate.pem"
-    path.write_bytes(pem + made.public_bytes(serialization.Encoding.PEM))
-    return path
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-@contextmanager
-def untrusted(folder: Path, work: Path) -> Iterator[str]:
-    """Serves a folder; yields the address. ``work``: for the certificate."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder)))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(_certificate(work))
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"https://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_a_certificate_that_does_not_verify(tmp_path: Path) -> None:
