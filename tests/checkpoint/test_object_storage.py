@@ -21,7 +21,7 @@ from obstore.store import HTTPStore
 from safetensors.torch import save_file
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Piece, Topology
-from epload.checkpoint import object_clients, object_store
+from epload.checkpoint import base, object_clients, object_store
 from epload.checkpoint.opening import join_source
 from epload.core import threads
 from support import ranks, s3_server
@@ -217,6 +217,23 @@ def test_any_pieces(s3: Servers, tmp_path: Path) -> None:
             bucket = torch.empty(len(expected), dtype=torch.uint8)
             checkpoint.fill(bucket, pieces)
             assert bytes(bucket.tolist()) == bytes(expected)
+
+
+def test_chunks_are_fetched_together(s3: Servers, tmp_path: Path) -> None:
+    state = {"x": tensor(1, (4, 700))}
+    save_file(state, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(put(s3[0], tmp_path, "chunks"))
+    for span, elements, within, sizes, reads in (
+        (64 << 20, 1000, 0, [1000, 1000, 800], 1),
+        (64 << 20, 500, 700, [500, 200] * 4, 1),
+        (5000, 1000, 0, [1000, 1000, 800], 2),
+        (100, 1000, 0, [1000, 1000, 800], 3),
+    ):
+        read = mock.patch.object(object_store.ObjectStore, "read", autospec=True, side_effect=object_store.ObjectStore.read)
+        with mock.patch.object(base, "SPAN_BYTES", span), read as calls:
+            chunks = list(base.read_in_chunks(checkpoint, 0, elements, within))
+        assert ([len(chunk) for chunk in chunks], calls.call_count) == (sizes, reads)
+        assert_same({"x": torch.cat(chunks).view(4, 700)}, state)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

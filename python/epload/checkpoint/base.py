@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, Progress, StoredFile
+from epload.checkpoint.byte_store import SPAN_BYTES, ByteStore, Progress, StoredFile
 from epload.checkpoint.manifest import Manifest
 from epload.core.copy_table import CopyTable, copy_row
 from epload.core.default_device import on_cpu
@@ -200,7 +200,8 @@ def read_tensor(checkpoint: Checkpoint, tensor: int) -> Tensor:
 
 
 def read_in_chunks(checkpoint: Checkpoint, tensor: int, elements: int, within: int = 0) -> Iterator[Tensor]:
-    """Yields the elements of a tensor on CPU, in row-major order, so many at a time.
+    """Yields the elements of a tensor on CPU, in row-major order, so many at a time. In object storage, where requests run at
+    once, about SPAN_BYTES are read together.
 
     Args:
         tensor: its index in the manifest.
@@ -209,11 +210,16 @@ def read_in_chunks(checkpoint: Checkpoint, tensor: int, elements: int, within: i
     Raises:
         CheckpointError: they cannot be read.
     """
-    dtype, count = checkpoint.manifest.dtypes[tensor], prod(checkpoint.manifest.shapes[tensor])
-    begin, within = 0, within or count
+    manifest = checkpoint.manifest
+    dtype, count = manifest.dtypes[tensor], prod(manifest.shapes[tensor])
+    span = SPAN_BYTES // dtype.itemsize if manifest.in_object_storage else 1
+    begin, end, within = 0, 0, within or count
     while begin < count:
-        length = min(elements, within - begin % within)
-        buffer = torch.empty(length * dtype.itemsize, dtype=torch.uint8, device="cpu")
+        lengths = []
+        while end < min(begin + span, count):
+            lengths.append(min(elements, within - end % within))
+            end += lengths[-1]
+        buffer = torch.empty((end - begin) * dtype.itemsize, dtype=torch.uint8, device="cpu")
         checkpoint.fill(buffer, [Piece(tensor, begin * dtype.itemsize, 0, len(buffer))])
-        yield buffer.view(dtype)
-        begin += length
+        yield from torch.split(buffer.view(dtype), lengths)
+        begin = end
