@@ -169,6 +169,21 @@ def test_offline_from_the_cache(model: Path, tmp_path: Path) -> None:
     assert_same(read_all(Checkpoint.open(link.resolve())), STATE)
 
 
+def test_offline_with_weights_of_another_name(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").rename(model / "consolidated.safetensors")
+    for name in ("pytorch_model.bin", "config.json"):
+        (model / name).unlink()
+    with serving(HubServer(model)) as server:
+        for source in ("org/name", "hf://org/name@v1", f"hf://org/name@{COMMIT}"):
+            for offline in (False, True):
+                with pointing(server.address, tmp_path / "cache", offline=offline):
+                    assert_same(read_all(Checkpoint.open(source)), STATE)
+        (link,) = (tmp_path / "cache").rglob("consolidated.safetensors")
+        link.rename(link.with_name("tokenizer.json"))
+        for source in ("org/name", "hf://org/name@v1", f"hf://org/name@{COMMIT}"):
+            _refused(server, tmp_path / "cache", source, "not in the cache .*hf download", offline=True)
+
+
 def _refused(server: HubServer, cache: Path, source: str, match: str, token: str = "", offline: bool = False) -> None:
     with pointing(server.address, cache, token, offline):
         text = str(must_raise(CheckpointError, match, Checkpoint.open, source))

@@ -26,6 +26,8 @@ SCHEME = "hf://"
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp", file_sets.DELTA)
+"""Ends of the names of files of which a checkpoint has at least one."""
 _HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "requests")
 _POLL_SECONDS = 0.2
 
@@ -102,15 +104,29 @@ def _download(hub: Any, name: str, revision: str, variant: str, progress: Progre
         info = hub.HfApi().model_info(name, revision=revision or None, timeout=hub.constants.HF_HUB_DOWNLOAD_TIMEOUT)
     except Exception as error:
         if not isinstance(error, hub.errors.HfHubHTTPError) or error.response.status_code not in (401, 403, 404):
-            for file in (*file_sets.standard_names(variant), file_sets.CONFIG):
-                path = hub.try_to_load_from_cache(name, file, revision=revision or None)
-                if isinstance(path, str):
-                    return Path(path).parent
+            with suppress(OSError):
+                return _cached(hub, name, revision)
         raise _describe(hub, name, revision, error) from None
     commit: str = info.sha
     with _downloading(hub, name, commit, progress):
         names = [sibling.rfilename for sibling in info.siblings or () if "/" not in sibling.rfilename]
         return _fetch(hub, name, revision, commit, _required(hub, names, name, commit, variant))
+
+
+def _cached(hub: Any, name: str, revision: str) -> Path:
+    """Returns the folder of a revision in the cache. Raises OSError if there is none, or no weights are in it."""
+    folder, commit = _folder(hub, name), revision
+    with suppress(FileNotFoundError):  # of a revision that is a commit itself
+        commit = read_regular(folder / "refs" / (revision or "main")).decode()
+    snapshot = folder / "snapshots" / commit
+    if not any(entry.name.endswith(_WEIGHTS) for entry in os.scandir(snapshot)):
+        raise FileNotFoundError(snapshot)
+    return snapshot
+
+
+def _folder(hub: Any, name: str) -> Path:
+    """Returns where the cache has a model."""
+    return Path(hub.constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
 
 
 def _fetch(hub: Any, name: str, revision: str, commit: str, files: Sequence[str]) -> Path:
@@ -185,7 +201,7 @@ def _describe(hub: Any, name: str, revision: str, error: Exception) -> Checkpoin
 def _downloading(hub: Any, name: str, commit: str, progress: Progress) -> Iterator[None]:
     """Calls ``progress`` when the cache grows, by whatever process. Raises CheckpointError in place of what huggingface_hub
     raises."""
-    blobs = Path(hub.constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
+    blobs = _folder(hub, name) / "blobs"
     done = threading.Event()
 
     def watch() -> None:
