@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import sys
@@ -211,6 +212,16 @@ def test_what_the_hub_refuses(model: Path, tmp_path: Path) -> None:
             Checkpoint.open("org/name").close()
         # Not answered from the cache: access may have been taken away.
         _refused(server, cache, "hf://org/name", "if it is private")
+
+
+def test_a_cache_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    full = mock.patch("huggingface_hub.snapshot_download", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with serving(HubServer(model)) as server:
+        text = "cannot download hf://org/name@.* into the cache .*/file: .*: (File exists|Not a directory); make room"
+        _refused(server, tmp_path / "file", "org/name", text)
+        with full:
+            _refused(server, tmp_path / "cache", "org/name", "into the cache .*/cache: No space left on device; make room")
 
 
 def test_a_local_folder_wins(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

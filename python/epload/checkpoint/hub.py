@@ -184,6 +184,12 @@ def _describe(hub: Any, name: str, revision: str, error: Exception) -> Checkpoin
         )
     elif isinstance(error, errors.HfHubHTTPError):
         text = f"{where} answered {error.response.status_code} for {model}; load again, or pass a local folder"
+    elif isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError | TimeoutError):
+        file = f" {error.filename}:" if error.filename else ""
+        text = (
+            f"cannot download {model} into the cache {hub.constants.HF_HUB_CACHE}:{file} {error.strerror}; make room there, or "
+            "set HF_HOME to a folder that can be written"
+        )
     elif isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | OSError) or (
         type(error).__module__.split(".")[0] in _HTTP_LIBRARIES
     ):
