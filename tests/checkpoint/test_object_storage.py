@@ -377,6 +377,20 @@ def test_what_is_not_there(s3: Servers, monkeypatch: pytest.MonkeyPatch) -> None
         must_raise(CheckpointError, text, Checkpoint.open, url)
 
 
+@pytest.mark.parametrize("key", ["odd/1//x", "odd/2/../x", "odd/3/./x"])
+def test_a_key_that_obstore_does_not_list(key: str, s3: Servers, tmp_path: Path) -> None:
+    folder_with_index(tmp_path, small_state())
+    url = put(s3[0], tmp_path, key[:5])
+    s3[0].request("PUT", f"/{BUCKET}/{key}", b"x")
+    with only("obstore"):
+        text = f"cannot read {url}: obstore does not list .*pass the file or the index"
+        clean(must_raise(CheckpointError, text, Checkpoint.open, url))
+        assert s3[1].requests == 1
+        assert_same(read_all(Checkpoint.open(f"{url}/model.safetensors.index.json")), small_state())
+    with only("fsspec"):
+        assert_same(read_all(Checkpoint.open(url)), small_state())
+
+
 def test_a_bucket_in_another_region(s3: Servers) -> None:
     s3[1].fault = lambda method, path, number: "301"
     for source in (f"s3://{BUCKET}/a", f"s3://{BUCKET}/a/model.safetensors"):

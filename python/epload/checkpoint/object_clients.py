@@ -128,6 +128,11 @@ class ObstoreClient:
             raise PermissionError("the credentials are missing or not valid (401)") from error
         except errors.NotSupportedError as error:
             raise PermissionError("the server does not send parts of files (HTTP Range)") from error
+        except errors.InvalidPathError as error:
+            raise PermissionError(
+                "obstore does not list a folder in which a key has an empty part, '.', '..' or a control character; remove the "
+                "key, or pass the file or the index"
+            ) from error
         except errors.BaseError as error:
             raise _described(str(error).lower()) from error
 
