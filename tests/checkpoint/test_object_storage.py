@@ -391,6 +391,17 @@ def test_a_key_that_obstore_does_not_list(key: str, s3: Servers, tmp_path: Path)
         assert_same(read_all(Checkpoint.open(url)), small_state())
 
 
+@pytest.mark.parametrize("fault", ["403", "429", "reset"])
+def test_no_credentials(fault: str, s3: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", s3[1].address)
+    s3[1].fault = lambda method, path, number: fault
+    with only("obstore"), mock.patch.object(object_store, "ATTEMPTS", 2):
+        text = "2 attempts failed, the last: no credentials are in the environment"
+        clean(must_raise(CheckpointError, text, Checkpoint.open, f"s3://{BUCKET}/none"))
+
+
 def test_a_bucket_in_another_region(s3: Servers) -> None:
     s3[1].fault = lambda method, path, number: "301"
     for source in (f"s3://{BUCKET}/a", f"s3://{BUCKET}/a/model.safetensors"):

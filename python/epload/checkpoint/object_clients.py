@@ -49,6 +49,8 @@ _TIMEOUT = re.compile(r"operation timed out|kind: timeout|timedout")
 _VERSION_KEYS = (
     "ETag", "etag", "LastModified", "Last-Modified", "last_modified", "mtime", "modificationTime", "created",
 )  # fmt: skip
+_METADATA = ("/latest/api/token", "169.254.169.254", "169.254.170.", "metadata.google.internal")
+"""Parts of the addresses at which a machine in a cloud gives credentials."""
 _BUSY = (429, 503)
 Version = tuple[int, str]
 """Size of an object, and its ETag, else when it was modified; "" if the server gives neither."""
@@ -200,6 +202,11 @@ Client: TypeAlias = ObstoreClient | FsspecClient
 
 def _described(text: str) -> Exception:
     """Returns an exception for a client's error text in lower case, without quoting it: it may contain the address."""
+    if any(place in text for place in _METADATA):
+        return ConnectionError(
+            "no credentials are in the environment, and the machine's metadata gives none (obstore does not read ~/.aws): set "
+            "e.g. AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket"
+        )
     if match := _STATUS.search(text):
         status = int(match[1])
         if status == 404:
