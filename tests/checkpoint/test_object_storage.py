@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -21,7 +22,9 @@ from obstore.store import HTTPStore
 from safetensors.torch import save_file
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Piece, Topology
-from epload.checkpoint import base, object_clients, object_store
+from epload.checkpoint import base, object_clients, object_store, torch_file
+from epload.checkpoint.byte_store import StoredFile
+from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.opening import join_source
 from epload.core import threads
 from support import ranks, s3_server
@@ -199,6 +202,20 @@ def test_dcp_folders(s3: Servers, tmp_path: Path) -> None:
         path = folder_of(tmp_path, "tp x fsdp", form)
         checkpoint = Checkpoint.open(put(s3[0], path, f"dcp/{form}"))
         assert_same(read_all(checkpoint), read_all(Checkpoint.open(path)))
+
+
+def test_torch_files_are_opened_together(s3: Servers, tmp_path: Path) -> None:
+    torch_folder_with_index(tmp_path, small_state())
+    url, members, together = put(s3[0], tmp_path, "torch files"), torch_file._members, threading.Barrier(2, timeout=30)
+
+    def wait(file: StoredFile) -> dict[int, int]:
+        together.wait()
+        return members(file)
+
+    with mock.patch.object(torch_file, "_members", wait):
+        checkpoint = Checkpoint.open(url)
+    assert isinstance(checkpoint, FileCheckpoint)
+    assert_same(read_all(checkpoint), small_state())
 
 
 def test_any_pieces(s3: Servers, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import StoredFile
+from epload.checkpoint.byte_store import StoredFile, in_threads
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
 from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
@@ -37,10 +37,11 @@ def read(opened: OpenFiles) -> FileCheckpoint | StateDictCheckpoint:
     located = []
     ignored: dict[str, None] = {}
     try:
-        for number, (file, facts) in enumerate(zip(opened.store.files, opened.facts, strict=True)):
+        members_of = in_threads(_members, opened.store.files)
+        for number, (file, facts, members) in enumerate(zip(opened.store.files, opened.facts, members_of, strict=True)):
             if not facts.header:
                 raise ValueError("without a digest of its header, another file could not be told from this one")
-            members, (tensors, others) = _members(file), _unwrapped(_load_on_meta(file), file)
+            tensors, others = _unwrapped(_load_on_meta(file), file)
             ignored |= dict.fromkeys(others)
             ranges = [_byte_range(tensor, members)._replace(name=name, file=number) for name, tensor in tensors.items()]
             located += sorted(ranges, key=attrgetter("offset"))
