@@ -23,6 +23,7 @@ from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
 from epload.checkpoint import hub
 from epload.checkpoint.opening import join_source
 from epload.cli.main import main
+from epload.mapping import Quantize
 from support import ranks
 from support.checkpoints import assert_same, index, read_all, tensor
 from support.checks import all_fine
@@ -128,6 +129,20 @@ def test_plan_builds_the_model_that_the_checkpoint_is_of(model: Path, tmp_path: 
         opened = Checkpoint.open("org/name")
         text = "next to hf://org/name@.* names a model that cannot be built"
         must_raise(ValueError, text, epload.convert, opened, tmp_path / "new", dtype="bfloat16")
+
+
+def test_a_rule_of_a_model_needs_its_configuration_only(model: Path, tmp_path: Path) -> None:
+    section = {"quant_method": "fp8", "weight_block_size": [4, 4]}
+    (model / "config.json").write_text(json.dumps({"quantization_config": section}))
+    with serving(HubServer(model)) as server:
+        for offline in (False, True):
+            with pointing(server.address, tmp_path / "cache", offline=offline):
+                assert Quantize("hf://org/name@v1").quantization_config == section
+        assert server.fetched == {"config.json": 1}
+        with pointing(server.address, tmp_path / "cache"):
+            must_raise(CheckpointError, "nor, for this user, such a model at", Quantize, "org/other")
+            (model / "config.json").unlink()
+            must_raise(ValueError, "expected a quantization_config, but 'org/name' has none", Quantize, "org/name")
 
 
 def test_a_variant_in_the_cache_is_not_loaded_for_another(model: Path, tmp_path: Path) -> None:

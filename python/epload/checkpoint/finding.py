@@ -91,6 +91,9 @@ def read_config(source: Any) -> dict[str, Any]:
     """Returns the content of the ``config.json`` of a path or URL; empty if there is none. Raises as :func:`read_json`."""
     if not isinstance(source, str | os.PathLike):
         return {}
+    if (model := hub.parse(source)) is not None:
+        folder = hub.with_config(*model)
+        return {} if folder is None else read_json(folder, file_sets.CONFIG)
     with located(source) as (store, _):
         return read_json(store, file_sets.CONFIG)
 

@@ -72,6 +72,16 @@ def locate(source: Source, variant: str, progress: Progress, shared: Shared | No
     return HubStore(snapshot, name), ""
 
 
+def with_config(name: str, revision: str) -> HubStore | None:
+    """Returns the folder of a model in the cache, to which no more than the configuration was downloaded; None if it has none.
+    Raises CheckpointError."""
+    hub = _library(name)
+    with _downloading(hub, name, revision, lambda nbytes: None), suppress(hub.errors.RemoteEntryNotFoundError):
+        path = hub.hf_hub_download(name, file_sets.CONFIG, revision=revision or None)
+        return HubStore(Path(path).parent, name)
+    return None
+
+
 def parse(source: object) -> tuple[str, str] | None:
     """Returns the model ``org/name`` and the revision that ``hf://org/name@revision`` or ``org/name`` names, if no path has that
     name; else None. The revision is "" for the default branch. Without ``hf://``, a name that ends like a file is a path, perhaps
