@@ -234,6 +234,17 @@ WRONG: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
+def test_a_pickle_that_changes_classes_does_not_outlive_its_load(tmp_path: Path) -> None:
+    _save(tmp_path / "good", SMALL)
+    names = [b"Metadata", b"TensorProperties"]
+    state = b"N}X\x10\0\0\0__getattribute__K\1s\x86b"
+    classes = [b"ctorch.distributed.checkpoint.metadata\n" + name + b"\n" for name in names]
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / ".metadata").write_bytes(b"\x80\2" + b"".join(name + state + b"0" for name in classes) + b"N.")
+    must_raise(CheckpointError, "not the metadata of a DCP checkpoint", Checkpoint.open, tmp_path / "bad")
+    assert_same(read_all(Checkpoint.open(tmp_path / "good")), SMALL)
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong_is_named(what: str, tmp_path: Path) -> None:
     make, message = WRONG[what]

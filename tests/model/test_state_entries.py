@@ -375,6 +375,19 @@ def test_what_is_marked_as_a_part_is_not_saved_as_a_replica(tmp_path: Path) -> N
         epload.save(model, tmp_path / next(iter(whole)))
 
 
+class Transposing(nn.Linear):
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_a_mapping_for_some_tensors_lets_no_others_be_filled() -> None:
+    model = nn.Sequential(Transposing(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    state = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
+    for mapping in ("auto", Mapping(), Mapping(only=(("1.weight", "1.weight"),))):
+        must_be_refused(partial(load, model, state, mapping=mapping), "ModelMismatch", "Transposing", "_load_from_state_dict")
+
+
 def test_layers_that_say_how_many_ranks_divide_them_are_not_saved_as_replicas(tmp_path: Path) -> None:
     model: Any = linear()
     model[0].tp_size = 2

@@ -258,6 +258,21 @@ def test_a_rank_that_gave_up_before_the_start_comes_to_the_same_version(rendezvo
     assert first.wait_for_start(1, LIMIT).participants == "2"
     sender.announce(2)
     assert first.get_ready(LIMIT) == (2, 2)
+
+    with pytest.raises(WaitTimeout):
+        first.wait_for_start(2, SOON)
+    sender.start(Start(1, participants="of a version that fails"))
+    sender.announce(3)
+    assert first.get_ready(LIMIT) == (3, 3), "a version has ended when another one is announced"
+    with pytest.raises(WaitTimeout):
+        first.wait_for_start(3, SOON)
+    sender.start(Start(1, participants="of a version that fails"))
+    sender.start(Start(failed="a version that failed"))
+    assert first.get_ready(LIMIT) == (3, 3)
+    with pytest.raises(LoadError, match="a version that failed"):
+        first.wait_for_start(3, LIMIT)
+    sender.announce(4)
+    assert first.get_ready(LIMIT) == (4, 4)
     for rank in (first, second):
         rank.close()
 

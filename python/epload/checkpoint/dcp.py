@@ -76,7 +76,7 @@ class DcpIndex(Index):
         """Raises CheckpointError, if the file is malformed or names what no such file has to."""
         try:
             with garbage_collection.paused():
-                return _parse(_Unpickler(io.BytesIO(self.raw)).load())
+                return _parse(_Unpickler(self.raw).load())
         except Exception as error:
             raise CheckpointError(
                 f"{self.file}: not the metadata of a DCP checkpoint ({type(error).__name__}: {str(error)[:200]}); save it again"
@@ -143,13 +143,18 @@ class _Properties(_Record):
 class _Unpickler(pickle.Unpickler):
     """Builds records where a pickle names classes and functions."""
 
+    def __init__(self, raw: bytes) -> None:
+        super().__init__(io.BytesIO(raw))
+        # Of its own, as a pickle may set attributes of classes.
+        self._kinds = {kind: type(kind.__name__, (kind,), {}) for kind in (_Record, _Properties)}
+
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module} {name}"
         if full not in _NAMES:
             raise ValueError(f"the pickle names {module[:80]}.{name[:80]}, which no checkpoint needs")
         if name == "TensorProperties":
-            return _Properties
-        return tuple if full == "torch Size" else _DTYPES.get(full, _Record)
+            return self._kinds[_Properties]
+        return tuple if full == "torch Size" else _DTYPES.get(full, self._kinds[_Record])
 
 
 def _parse(root: Any) -> DcpMetadata:

@@ -205,7 +205,7 @@ class Agreement:
         """``source``: the source's manifest."""
         manifest = self.inputs.join(inputs, request.checkpoint, source)
         mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names, manifest.shapes)
-        inputs.targets.check_filled(mapping.only)
+        inputs.targets.check_filled(mapping.only if request.mapping == "auto" else ())
         manifest = with_quantization_of(request.model, manifest)
         readers = self._options.readers
         if readers == "auto":  # chosen once there is a plan, which has the buckets; "every" takes any

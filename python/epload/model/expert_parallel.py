@@ -144,7 +144,10 @@ def remembered() -> int:
 
 def loaded_shards() -> dict[object, OuterShard | None]:
     """Returns the outer shard that each tensor of a loaded model is, by where its elements are, so that tensors of the model's
-    state dict are found, too; None for one of modules that a rank numbers itself."""
+    state dict are found, too; None for one of modules that a rank numbers itself. Reshards FSDP2 modules."""
+    for gathers in dtensor.fsdp_modules() if _loaded else ():
+        if any(owner in _loaded for owner in dtensor.owners_of_parameters(gathers)):
+            dtensor.reshard(gathers)
     return {
         _place_of(tensor): outer
         for module, leaves in _loaded.items()
@@ -155,7 +158,7 @@ def loaded_shards() -> dict[object, OuterShard | None]:
 
 def _place_of(tensor: Tensor) -> object:
     local = dtensor.with_memory(tensor)
-    return storage_of(local), local.storage_offset(), local.shape
+    return storage_of(local), local.storage_offset(), local.shape, local.stride()
 
 
 def loaded_as(name: str, tensor: Tensor, shards: Mapping[object, OuterShard | None]) -> OuterShard | None:

@@ -198,7 +198,7 @@ def collect(
     with_memory = {id(tensor): dtensor.with_memory(tensor) for _, tensor in entries}
     overlap = _may_overlap(with_memory.values())
     shards = loaded_shards() if loaded else {}
-    _check_undivided(modules if not (filled or expert_parallel or shards or isinstance(model, MegatronChunks)) else None)
+    divided = {} if filled or isinstance(model, MegatronChunks) else _divided(modules)
     layouts: dict[tuple[object, ...], int] = {}
     """Layout numbers, by what layouts depend on."""
     for name, tensor in entries:
@@ -216,7 +216,7 @@ def collect(
             continue
         fsdp_axis, outer = fsdp_axes.get(id(tensor)), outer_shard(expert_parallel, name) or loaded_as(name, tensor, shards)
         if not filled and outer is None and not isinstance(model, MegatronChunks):
-            _check_whole(name, local)
+            _check_whole(name, local, divided.get(id(tensor), ""))
         key = (tensor.shape, local.shape, sharding, fsdp_axis, outer)
         if key not in layouts:
             layouts[key] = len(targets.layouts)
@@ -286,9 +286,13 @@ def _memory_of(local: Tensor, tensor: Tensor, overlap: bool) -> object:
     return (local.data_ptr(), local.shape, local.stride(), local.dtype) if overlap and local.data_ptr() else None
 
 
-def _check_whole(name: str, tensor: Tensor) -> None:
+def _check_whole(name: str, tensor: Tensor, layer: str) -> None:
     """Raises ModelMismatch for a tensor that DeepSpeed's AutoTP or MoE, megablocks or nanotron marks as one rank's part of a
-    larger one, which its shape does not say. TransformerEngine's mark alone, which Megatron-Core has, is on whole ones, too."""
+    larger one, which its shape does not say. TransformerEngine's mark alone, which Megatron-Core has, is on whole ones, too.
+
+    ``layer``: the description of a divided layer that it is in, if any."""
+    if layer:
+        raise ModelMismatch(f"{name} is {layer}: {_PART}")
     group = str(getattr(tensor, "group_name", ""))
     divided = getattr(tensor, "tensor_model_parallel", False) and getattr(tensor, "ds_is_replaced_module", False)
     divided |= getattr(tensor, "expert_model_parallel", False) is True
@@ -298,15 +302,16 @@ def _check_whole(name: str, tensor: Tensor) -> None:
         raise ModelMismatch(f"{name} is marked as {_PART}")
 
 
-def _check_undivided(modules: Modules | None) -> None:
-    """Raises ModelMismatch for layers that say how many ranks divide their plain tensors, as those of TransformerEngine and of
-    inference engines do."""
-    for prefix, module in modules.named if modules is not None else ():
-        sizes = [vars(module).get(name) for name in ("tp_size", "ep_size")]
-        if (ranks := max((size for size in sizes if type(size) is int), default=1)) > 1:
-            for name, tensor in module._parameters.items():
-                if tensor is not None and not isinstance(tensor, DTensor):
-                    raise ModelMismatch(f"{prefix}{name} is in a {type(module).__name__} of {ranks} ranks: {_PART}")
+def _divided(modules: Modules) -> dict[int, str]:
+    """Returns descriptions of layers that say how many ranks divide their plain tensors, as those of TransformerEngine and of
+    inference engines do, by the ids of these."""
+    divided = dict[int, str]()
+    for _, module in modules.named:
+        sizes = [size for name in ("tp_size", "ep_size") if type(size := vars(module).get(name)) is int]
+        if (ranks := max(sizes, default=1)) > 1:
+            tensors = [tensor for tensor in module._parameters.values() if tensor is not None and not isinstance(tensor, DTensor)]
+            divided |= {id(tensor): f"in a {type(module).__name__} of {ranks} ranks" for tensor in tensors}
+    return divided
 
 
 def _check_loadable(name: str, tensor: Tensor, filled: bool) -> None:

@@ -224,7 +224,7 @@ class ReceiverRendezvous:
         self._ended = False
         """The sender has been closed, and with it its store."""
         self._undecided = 0
-        """Number of an announcement for which this rank was ready, and whose start it has not read; 0 if there is none."""
+        """Number of the announcement for which this rank was ready and whose start it has not read; 0 if there is none."""
         self.versions = Announcements(store, timeout)
         """The versions that the sender sends."""
         number = answer_of_sender(lambda: store.add("receivers", 1), timeout)
@@ -262,9 +262,7 @@ class ReceiverRendezvous:
             LoadError: the sender has been closed, the store is lost, or there is no announcement within ``timeout``.
         """
         last, is_open = self.last()
-        number = last if is_open else last + 1
-        if self._undecided > max(0, last - _RECENT_VERSIONS):
-            number = self._undecided
+        number = last if is_open or (last and last == self._undecided) else last + 1
         version = self.versions.read(number, timeout)
         if version is None:
             raise LoadError(_CLOSED)

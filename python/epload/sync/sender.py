@@ -300,6 +300,9 @@ class WeightSender(Endpoint):
             except BaseException as error:  # receivers may have left the generation
                 model.copies.comparison = None
                 self._leave_generation(error)
+                if self._rendezvous is not None and self._unacknowledged:  # for those that have not read the start yet
+                    with suppress(RuntimeError):
+                        self._cancel(report.version, error, self._rendezvous)
                 raise
             finally:
                 model.tensors = []  # a trainer that moves its weights elsewhere replaces them
