@@ -153,6 +153,18 @@ def test_fp8_weights_stay_fp8_in_fp8_and_need_their_scales_elsewhere(tmp_path: P
     assert not wide["v"].any()
 
 
+def test_fp8_weights_under_two_names_of_one_tensor_are_scaled_once(tmp_path: Path) -> None:
+    weight, scale = torch.randn(16, 16).to(torch.float8_e4m3fn), torch.full((1, 1), 3.0)
+    state = {"v": weight, "v_scale_inv": scale, "w": weight.clone(), "w_scale_inv": scale.clone()}
+    save_file(state, tmp_path / "model.safetensors")
+    single = {"w": torch.zeros(weight.shape)}
+    load(single, tmp_path)
+    tied = torch.zeros(weight.shape)
+    load({"v": tied, "w": tied}, tmp_path)
+    assert torch.equal(tied, single["w"])
+    assert torch.equal(tied, weight.float() * 3)
+
+
 def test_quantized_integers_are_not_converted(tmp_path: Path) -> None:
     packed = torch.arange(12, dtype=torch.int8).reshape(3, 4)
     source = {"l.weight": packed, "l.weight_scale": torch.ones(3, 1), "ids": packed.clone()}

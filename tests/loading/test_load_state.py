@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import epload
+from epload.loading import values
 from support import ranks
 from support.checks import local_of
 from support.findings import must_be_refused_by_all
@@ -170,3 +171,23 @@ def test_keys_that_are_no_strings(tmp_path: Path) -> None:
     nested = {"k": {0: "old", "x": "old"}}
     epload.load_state(nested, {"k": {0: "new", "x": "new"}}, progress=False)
     assert nested == {"k": {0: "new", "x": "new"}}
+
+
+def test_a_link_that_leads_elsewhere_during_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and tensors are of one checkpoint."""
+    for step in (1, 2):
+        dcp.save({"w": torch.full((2,), float(step)), "step": step}, checkpoint_id=tmp_path / str(step), no_dist=True)
+    link = tmp_path / "latest"
+    link.symlink_to("1")
+    read = values.read_objects
+
+    def flipped(*args: Any) -> Any:
+        contents = read(*args)
+        link.unlink()
+        link.symlink_to("2")
+        return contents
+
+    monkeypatch.setattr(values, "read_objects", flipped)
+    state: dict[str, Any] = {"w": torch.zeros(2), "step": 0}
+    epload.load_state(state, link, progress=False)
+    assert (state["w"].tolist(), state["step"]) == ([1, 1], 1)

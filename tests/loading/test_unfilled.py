@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import epload
-from epload import CheckpointError, LoadError, ModelMismatch, Pieces
+from epload import CheckpointError, LoadError, Mapping, ModelMismatch, Pieces
+from epload.model import materialize
 from epload.model.memory import is_poisoned, poison
 from support.checks import full_values, local_of
 from support.failures import Filling
@@ -59,14 +61,60 @@ def test_a_retry_initializes_what_the_first_load_was_to(rank: int) -> None:
             fully_shard(model)
         fail(model, body)
         if shard:
-            model.cpu()  # gives DTensors other objects
-            model.to_empty(device="meta")
+            model.to_empty(device="meta")  # gives DTensors other objects
             fail(model, body)
         assert "score.weight" in load(model, body).initialized
         head = local_of(model.score.weight)
         assert not (head == POISON).any()
         assert "score.weight" not in load(model, body).initialized
         assert torch.equal(head, local_of(model.score.weight))
+
+
+@on_ranks(2)
+def test_a_retry_after_memory_ran_out_initializes_what_the_first_load_was_to(rank: int) -> None:
+    """Plain tensors have storage before DTensors do."""
+    body = {name: t.clone() for name, t in classifier().state_dict().items() if not name.startswith("score")}
+    model = on_meta(classifier)
+    fully_shard(model.model.layers[0])
+    with mock.patch.object(materialize, "_fill_in_place", side_effect=torch.OutOfMemoryError("out of memory")):
+        with pytest.raises(LoadError, match="out of memory"):
+            load(model, body)
+    local_of(model.score.weight.detach()).numpy().fill(POISON)
+    assert "score.weight" in load(model, body).initialized
+    assert not (model.score.weight == POISON).any()
+
+
+class Buffered(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        self.register_buffer("table", torch.arange(2.0), persistent=False)
+
+
+def test_a_retry_computes_buffers_that_no_checkpoint_has() -> None:
+    """They are on meta again, and are neither taken for values nor given to other ranks."""
+    model, state = on_meta(Buffered), {"weight": torch.ones(2, 2)}
+
+    def fill(module: Any, *_: Any) -> None:
+        module.table.copy_(torch.arange(2.0))
+
+    with pytest.raises(LoadError, match="no more bytes"):
+        load(model, Unreadable(state), init_missing=fill)
+    assert model.table.is_meta
+    load(model, state, init_missing=fill)
+    assert model.table.tolist() == [0, 1]
+
+
+def test_some_tensors_are_not_filled_where_others_hold_no_values() -> None:
+    only = Mapping(only=(("a.weight", "a.weight"),))
+    model = on_meta(Two)
+    with pytest.raises(ModelMismatch, match=r"others hold no values yet: written\.weight"):
+        load(model, A, mapping=only)
+    fail(model, A | WRITTEN)
+    with pytest.raises(ModelMismatch, match=r"others hold no values yet: written\.weight"):
+        load(model, A, mapping=only)
+    load(model, A | WRITTEN)
+    load(model, {"a.weight": torch.zeros(2, 2)}, mapping=only)
+    assert not model.a.weight.any()
 
 
 class Two(nn.Module):

@@ -166,7 +166,7 @@ class StorageReader(TorchStorageReader):
     def _read(self, checkpoint: Checkpoint, items: Sequence[_ScaledItem], planner: LoadPlanner) -> None:
         """Reads the boxes of the checkpoint's tensors that some items ask for, and multiplies fp8 weights by their scales."""
         tensors, targets, boxes = [], [], []
-        for item, _ in items:
+        for item, scaled in items:
             tensor = planner.resolve_tensor(item).detach()
             if tensor.shape != torch.Size(item.lengths):
                 raise ValueError(
@@ -174,7 +174,8 @@ class StorageReader(TorchStorageReader):
                     f"{list(tensor.shape)}"
                 )
             tensors.append(tensor)
-            in_place = tensor.is_cpu and keeps_writes(tensor)
+            # Weights are not scaled where they are: one tensor may have several names.
+            in_place = tensor.is_cpu and keeps_writes(tensor) and scaled is None
             targets.append(tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
             boxes.append((self._number_of[item.storage_index.fqn], _box_of(item)))
         if checkpoint.read_regions(regions_of_boxes(checkpoint.manifest, boxes, targets)) is None:

@@ -25,7 +25,7 @@ from epload.loading.differences import (
 )
 from epload.loading.hints import check_match
 from epload.loading.inputs import InputReader, LocalInputs
-from epload.loading.missing import compute_missing, has_unfinished, unfilled_anywhere
+from epload.loading.missing import check_held, compute_missing, has_unfinished, unfilled_anywhere
 from epload.loading.request import Request
 from epload.loading.resources import Resources
 from epload.loading.tied import compare_tied, warn_of_broken_ties
@@ -206,6 +206,7 @@ class Agreement:
         manifest = self.inputs.join(inputs, request.checkpoint, source)
         mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names, manifest.shapes)
         inputs.targets.check_filled(mapping.only if request.mapping == "auto" else ())
+        check_held(inputs.targets, mapping.only)
         manifest = with_quantization_of(request.model, manifest)
         readers = self._options.readers
         if readers == "auto":  # chosen once there is a plan, which has the buckets; "every" takes any

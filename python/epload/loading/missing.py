@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from epload.core.attempt import Attempt
 from epload.core.default_device import callers_default_device
-from epload.errors import LoadError
+from epload.errors import LoadError, ModelMismatch
 from epload.loading.hints import unfilled_error
 from epload.loading.inputs import LocalInputs
 from epload.loading.request import Request
@@ -74,9 +74,24 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def check_held(targets: Targets, only: Collection[tuple[str, str]]) -> None:
+    """Raises ModelMismatch if a load that fills ``only`` some of the targets would leave others without values."""
+    filled = {targets.index.get(name) for _, name in only}
+    pairs = zip(targets.names, targets.tensors, strict=True) if only else ()
+    empty = [name for i, (name, t) in enumerate(pairs) if i not in filled and (t.is_meta or _is_unfinished(t))]
+    if empty:
+        raise ModelMismatch(
+            f"only some tensors are to be filled, and others hold no values yet: {list_first(empty)}; load all of the model first"
+        )
+
+
 @contextmanager
-def finishing(targets: Targets, missing: Missing) -> Iterator[None]:
-    """A context in which a load gives targets storage and values. If it fails, the next load knows which of them hold none."""
+def finishing(model: nn.Module, targets: Targets, missing: Missing) -> Iterator[None]:
+    """A context in which a load gives targets storage and values. If it fails, the next load knows which of them hold none, and
+    what no checkpoint fills is on meta again."""
+    unsaved = {id(tensor) for tensor in targets.unsaved_meta.values()}
+    tensor_dicts = [owned for module in model.modules() for owned in (module._parameters, module._buffers)] if unsaved else []
+    on_meta = [(owned, name, tensor) for owned in tensor_dicts for name, tensor in owned.items() if id(tensor) in unsaved]
     without_values = set[int]()
     if targets.has_meta or has_unfinished(targets):
         without_values = {i for i, tensor in enumerate(targets.tensors) if tensor.is_meta or _is_unfinished(tensor)}
@@ -84,6 +99,8 @@ def finishing(targets: Targets, missing: Missing) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        for owned, name, unfilled in on_meta:
+            owned[name] = unfilled  # type: ignore[assignment]
         for tensor in (targets.tensors[i] for i in without_values):
             if not tensor.is_meta:
                 tensor.__dict__[_UNFINISHED] = _version(tensor)

@@ -35,7 +35,7 @@ _MOST_VERIFIERS = 64
 def run_load(resources: Resources, request: Request, load: AgreedLoad, report: LoadReport, show_progress: bool) -> None:
     """Carries out a load. Collective. Raises LoadError; tensors may have been materialized and partly written."""
     wait_for_copies(load.inputs.targets.tensors)
-    with finishing(load.inputs.targets, load.missing):
+    with finishing(request.model, load.inputs.targets, load.missing):
         _run(resources, request, load, report, show_progress)
     written = (
         load.inputs.targets.tensors

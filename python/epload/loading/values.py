@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ def agree_on_values(
 
     def read() -> tuple[FlatState, Any, tuple[list[str], dict[str, str]]]:
         flat, source, raw = FlatState(state), checkpoint, dict[str, bytes]()
+        if isinstance(checkpoint, str | os.PathLike) and os.path.exists(checkpoint):
+            source = os.path.realpath(checkpoint)  # a link may lead elsewhere when the tensors are read
         if isinstance(checkpoint, Mapping):
             source_state = FlatState(checkpoint)
             source = dict(source_state._buffers)

@@ -61,6 +61,7 @@ def materialize(
     replaced |= {number: tensor.to(dtypes[number]) for number, tensor in plain.items() if not tensor.is_meta}
     for owned, name, tensor in found:
         owned[name] = replaced.get(id(tensor), tensor)
+    targets.tensors[:] = [replaced.get(id(tensor), tensor) for tensor in targets.tensors]  # also if what follows fails
     if private is None:
         private = all(type(tensor) is DTensor and type(tensor._local_tensor) is Tensor for tensor in parameters.values())
     if private:
@@ -70,7 +71,6 @@ def materialize(
     elif parameters:
         empty = _empty_like(parameters.values(), destination)
         model._apply(lambda tensor: empty.get(id(tensor), tensor))  # type: ignore[no-untyped-call]
-    targets.tensors[:] = [replaced.get(id(tensor), tensor) for tensor in targets.tensors]
     if any(tensor.is_meta for tensor in targets.tensors):  # views, which hooks make
         state = model.state_dict(keep_vars=True)
         targets.tensors[:] = [state.get(name, tensor) for name, tensor in zip(targets.names, targets.tensors, strict=True)]
