@@ -76,9 +76,9 @@ def test_a_retry_after_memory_ran_out_initializes_what_the_first_load_was_to(ran
     body = {name: t.clone() for name, t in classifier().state_dict().items() if not name.startswith("score")}
     model = on_meta(classifier)
     fully_shard(model.model.layers[0])
-    with mock.patch.object(materialize, "_fill_in_place", side_effect=torch.OutOfMemoryError("out of memory")):
-        with pytest.raises(LoadError, match="out of memory"):
-            load(model, body)
+    no_memory = mock.patch.object(materialize, "_fill_in_place", side_effect=torch.OutOfMemoryError("out of memory"))
+    with no_memory, pytest.raises(LoadError, match="out of memory"):
+        load(model, body)
     local_of(model.score.weight.detach()).numpy().fill(POISON)
     assert "score.weight" in load(model, body).initialized
     assert not (model.score.weight == POISON).any()
