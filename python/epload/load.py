@@ -195,7 +195,7 @@ def load_state(
         flat, source, mapping=Rules(), strict=strict, variant=variant, topology=topology, readers=readers,
         verify=verify, timeout=timeout, progress=progress,
         options=LoadOptions(
-            src=src, algorithm=algorithm, bucket_bytes=bucket_bytes, prefix="" if isinstance(source, dict) else DCP_ROOT
+            src=src, algorithm=algorithm, bucket_bytes=bucket_bytes, prefix=DCP_ROOT
         ),
     )  # fmt: skip
     for name, value in values.items():

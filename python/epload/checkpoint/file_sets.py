@@ -26,6 +26,8 @@ DCP_ROOT = "."
 """The prefix of a whole state dict in one."""
 DELTA = "epload-delta.json"
 """The index of a folder with what has changed since another checkpoint. No other library reads it."""
+OF_CHECKPOINTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp", DELTA)
+"""Ends of the names of files of which a checkpoint has at least one."""
 WRITTEN = (DELTA, ".safetensors", ".safetensors.index.json")
 """Ends of the names of files that hold or locate the tensors of a checkpoint that is written."""
 CHECKSUMS = "checksums.json"

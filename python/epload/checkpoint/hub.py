@@ -26,8 +26,6 @@ SCHEME = "hf://"
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp", file_sets.DELTA)
-"""Ends of the names of files of which a checkpoint has at least one."""
 _HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "requests")
 _POLL_SECONDS = 0.2
 
@@ -129,7 +127,7 @@ def _cached(hub: Any, name: str, revision: str) -> Path:
     with suppress(FileNotFoundError):  # of a revision that is a commit itself
         commit = read_regular(folder / "refs" / (revision or "main")).decode()
     snapshot = folder / "snapshots" / commit
-    if not any(entry.name.endswith(_WEIGHTS) for entry in os.scandir(snapshot)):
+    if not any(entry.name.endswith(file_sets.OF_CHECKPOINTS) for entry in os.scandir(snapshot)):
         raise FileNotFoundError(snapshot)
     return snapshot
 

@@ -62,6 +62,8 @@ def open_source(
         raise TypeError(
             f"expected a checkpoint as a path, a dict of tensors or an epload.Checkpoint, got {type(source).__name__}"
         )
+    if not str(source):
+        raise ValueError("expected the path of a checkpoint, got an empty string")
     if str(source).startswith("epload:/"):  # also as a pathlib.Path
         raise ValueError(f"expected a stored checkpoint, got {redact_url(str(source))}, a running job; pass it to epload.load()")
     with located(source, variant, progress) as (store, name):

@@ -12,7 +12,6 @@ import click
 
 from epload.cli.output import json_option, not_read, prefix_option, print_json, show, variant_option
 from epload.observe.progress import Progress
-from epload.observe.render import list_first
 
 if TYPE_CHECKING:
     from epload.ranks.topology import Topology
@@ -71,7 +70,7 @@ def convert(
     torchrun --nproc-per-node 4 -m epload convert SOURCE FOLDER.
     """
     from epload.checkpoint.base import Checkpoint
-    from epload.mapping.mapping import Mapping, Rename, rename_keys
+    from epload.mapping.mapping import Rename
     from epload.mapping.quantize import Quantize
     from epload.saving.convert import convert as rewrite
 
@@ -86,14 +85,6 @@ def convert(
     rule = None if quantize is None else Quantize(None if quantize == "fp8" else quantize, weights)
     with _ranks() as topology:  # before a download
         opened = Checkpoint.open(source, prefix=prefix, variant=variant)
-        _, unused = rename_keys(Mapping(tuple(rules)), opened.manifest.names)
-        if unused:
-            raise ValueError(
-                f"--rename {unused[0]!r} matches no tensor of {opened.manifest.source}; there are "
-                f"{list_first(opened.manifest.names) or 'none'}"
-            )
-        if unmatched := next((p for p in weights if not any(re.search(p, name) for name in opened.manifest.names)), None):
-            raise ValueError(f"--weights {unmatched!r} matches no tensor of {opened.manifest.source}")
         first = topology is None or topology.rank == topology.ranks[0]
         total = opened.manifest.nbytes // (1 if topology is None else len(topology.ranks))
         with Progress(total, first and not as_json) as bar:

@@ -29,7 +29,7 @@ from epload.loading.missing import check_held, compute_missing, has_unfinished, 
 from epload.loading.request import Request
 from epload.loading.resources import Resources
 from epload.loading.tied import compare_tied, warn_of_broken_ties
-from epload.mapping.mapping import ignored_keys
+from epload.mapping.mapping import find_unused, ignored_keys
 from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.targets import Targets
 from epload.observe.trace import Events
@@ -66,6 +66,7 @@ class Agreement:
         draft = drafted.value
         compare_tied(self._control, self._options.src, inputs, draft.manifest, plan.tied_pairs)
         warn_of_broken_ties(draft.mapping, inputs.targets, draft.manifest, report)
+        report.warnings += find_unused(request.mapping, draft.manifest.names)
         missing_keys, mismatched_keys = unfilled_anywhere(self._control, inputs, plan)
         missing = compute_missing(
             self._control, request, inputs, plan, [*missing_keys, *mismatched_keys], holders, opening.meta, opening.seed

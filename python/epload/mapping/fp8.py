@@ -152,8 +152,8 @@ def _fine_grained(config: Mapping[str, Any]) -> Fp8Format:
     size = config["weight_block_size"]
     block = (_ALL, _ALL) if size is None else parse_block("weight_block_size", size)
     exponents = config.get("scale_fmt") == "ue8m0"
-    skip = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
-    return Fp8Format("_scale_inv", block, torch.float8_e8m0fnu if exponents else torch.float32, tuple(skip))
+    skip = _names(config.get("modules_to_not_convert") or config.get("ignored_layers"))
+    return Fp8Format("_scale_inv", block, torch.float8_e8m0fnu if exponents else torch.float32, skip)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Fp8Format:
@@ -181,7 +181,14 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Fp8Format:
     else:
         _expect(weights, "scale_dtype", None)
         _expect(weights, "strategy", *blocks)
-    return Fp8Format("_scale", blocks[str(strategy)], dtype, tuple(config.get("ignore") or ()))
+    return Fp8Format("_scale", blocks[str(strategy)], dtype, _names(config.get("ignore")))
+
+
+def _names(skipped: Any) -> tuple[str, ...]:
+    """Returns the names of modules that are not quantized, of a list or None."""
+    if not isinstance(skipped, list | tuple | None):
+        raise ValueError(f"expected a list of the modules that are not quantized in the quantization_config, got {skipped!r}")
+    return tuple(skipped or ())
 
 
 def _expect(config: Mapping[str, Any], key: str, *supported: Any) -> None:

@@ -13,6 +13,7 @@ from epload.core.pieces import is_extra_state
 from epload.core.views import View
 from epload.mapping.operations import Operation
 from epload.mapping.quantize import Quantize
+from epload.observe.render import list_first
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,13 @@ def rename_keys(mapping: Mapping, names: Sequence[str]) -> tuple[list[str], list
     for convert in mapping.converts:
         unused += [source for source in convert.sources if not any(map(re.compile(source).search, renamed))]
     return renamed, unused
+
+
+def find_unused(mapping: AnyMapping, names: Sequence[str]) -> list[str]:
+    """Returns a text about a caller's own rules that match no key of a checkpoint, if there are any."""
+    unused = rename_keys(mapping, names)[1] if isinstance(mapping, Mapping) and mapping.required else []
+    shown = list_first(list(map(repr, unused)))
+    return [f"rules match no key of the checkpoint: {shown}; there are {list_first(names) or 'none'}"] if unused else []
 
 
 def _any_of(patterns: Iterable[str]) -> Callable[[str], bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from epload.checkpoint.quantization import quantization_section
 from epload.core import dtypes
 from epload.core.patterns import check_expressions
 from epload.mapping.fp8 import DEFAULT, Fp8Format, read_format
+from epload.observe.render import list_first
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,14 @@ class Quantize:
     def format(self) -> Fp8Format:
         """The format that the configuration declares, and the modules that it excludes."""
         return read_format(self.quantization_config)
+
+    def check_used(self, names: Sequence[str]) -> None:
+        """Raises ValueError if a pattern of the weights matches none of these names."""
+        for pattern in self.weights:
+            if not any(re.search(pattern, name) for name in names):
+                raise ValueError(
+                    f"{pattern!r}, a pattern of the weights to quantize, matches no tensor; there are {list_first(names)}"
+                )
 
     def selects(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Returns True if a tensor of the checkpoint is quantized, as far as its name says: matrices, and stacks of them, of at

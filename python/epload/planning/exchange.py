@@ -74,6 +74,8 @@ def plan_exchange(
     waves = max(1, -(-kinds.total // limit))
     slot_bytes = min(max(limit // len(members.senders), MIN_SLOT_BYTES), MAX_SLOT_BYTES)
     part_bytes = max(limit // MAX_PARTS_IN_WAVE, SPLIT_BYTES)
+    if any(len(senders) < len(members.senders) for senders in reach.values()):
+        part_bytes = kinds.total + 1  # replicas on several machines divide no tensor: a node copies all of it from its own
     slots = kinds.slots(slot_bytes, part_bytes)
     moved, pulled = divide(slots, reach, kinds.exact_senders()) if reach else (slots, {})
     node = next((number for number, ranks in enumerate(members.nodes) if rank in ranks), -1)

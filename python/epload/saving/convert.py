@@ -20,7 +20,7 @@ from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.core.dtypes import DType, requested
 from epload.errors import CheckpointError
-from epload.mapping.mapping import Renames, apply_renames, renames_of
+from epload.mapping.mapping import Mapping, Renames, apply_renames, find_unused, renames_of
 from epload.mapping.quantize import Quantize
 from epload.planning.holdings import digest_of
 from epload.ranks.control import Control
@@ -161,7 +161,10 @@ def _new_manifest(checkpoint: Checkpoint, dtype: DType | None, renames: Renames)
     if dtype is not None:
         dtype = requested("dtype", dtype)
         manifest = with_dtype(manifest, dtype, kept_in_converted(checkpoint, dtype))
-    names = apply_renames(renames_of(renames), list(manifest.names))
+    rules = Mapping(tuple(renames_of(renames)))
+    for unused in find_unused(rules, manifest.names):
+        raise ValueError(unused)
+    names = apply_renames(rules.renames, list(manifest.names))
     if len(set(names)) != len(names):
         name = Counter(names).most_common(1)[0][0]
         raise ValueError(f"the renames give several tensors the name {name}; change them so that names stay different")

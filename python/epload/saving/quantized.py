@@ -244,6 +244,8 @@ def select_weights(
 
     Raises ModelMismatch, ValueError: see :class:`QuantizedModel`."""
     check_not_quantized(manifest)
+    if not is_part:
+        rule.check_used(manifest.names)
     layers = _layers(model, targets)
     chosen = set(range(len(targets.names))) if rule.weights else _linear_targets(model, targets, rule, layers)
     regions = [list(dict.fromkeys((targets.index[name], view) for name, view in places)) for places in placed]

@@ -86,6 +86,7 @@ def _weights(old: Manifest, new: Manifest, rule: Quantize, config: Mapping[str, 
     names."""
     if rule.weights:
         check_not_quantized(old)
+        rule.check_used(old.names)
         rows = [*enumerate(zip(old.names, old.shapes, old.dtypes, strict=True))]
         if numbers := [i for i, row in rows if rule.selects(*row)]:
             modules = {i: {module_of(new.names[i])} for i, (_, shape, _) in rows if len(shape) > 1}

@@ -141,6 +141,11 @@ class ChangesRoute:
             self._received.apply(self._control, self._memory)
         self._received = None
 
+    def close(self) -> None:
+        """Ends the wait of others for changes that this rank has not applied."""
+        if self._received is not None and self._memory is not None:
+            self._memory.fail()
+
     @property
     def footprint(self) -> int:
         """Bytes of its buffers."""

@@ -392,6 +392,7 @@ class Generation:
         for route in (self.route, self._host_route):
             if route is not None:
                 route.groups.clear()
+        self._changes.close()
         del self._changes  # which refers to this generation
         self.control.close()
 

@@ -92,15 +92,14 @@ class NodeVersion:
     @on_cpu
     def unpack(self, tensors: Mapping[int, Tensor]) -> None:
         """Copies the version into some of this rank's tensors, by their numbers in the holdings."""
-        numbers, nothing = torch.tensor(sorted(tensors), dtype=torch.int64), torch.empty(0)
-        local = [tensors.get(number, nothing) for number in range(max(tensors, default=-1) + 1)]
+        numbers = torch.tensor(sorted(tensors), dtype=torch.int64)
         for (plan, buckets), buckets_of in zip(self._parts(), self._buckets_of, strict=True):
             used = sorted({number for target in tensors for number in buckets_of.get(target, ())})
             planned = [plan.buckets[number] for number in used]
             for i, bucket in enumerate(planned):
                 if not tensors.keys() >= set(bucket.targets):
                     planned[i] = replace(bucket, rows=bucket.rows.select(torch.isin(bucket.rows.target, numbers)))
-            shards = Shards(replace(plan, buckets=planned), local, self._verify, self._who, len(self.memory.ranks))
+            shards = Shards(replace(plan, buckets=planned), tensors, self._verify, self._who, len(self.memory.ranks))
             self._pipe = shards.pipe or self._pipe
             with shards.entered():
                 for i, number in enumerate(used):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Mapping as MappingOf
 from dataclasses import replace
@@ -51,6 +52,8 @@ class Target(ABC):
     """The part of the sender's model that versions are; set before :meth:`holdings` is called."""
     unexpected: Collection[str] = ()
     """The sender's tensors that the target has no place for, where that is an error unless another target has one."""
+    memory: Sequence[object] = ()
+    """The places of the local tensors' elements, once :meth:`holdings` was called; empty if they are not known."""
 
     @abstractmethod
     def holdings(self, manifest: Manifest) -> Holdings:
@@ -121,6 +124,7 @@ class ModelTarget(Target):
         if self.scope.adapter is not None:
             self._adapter = active_adapter(self._model)
         self.devices = {tensor.device for tensor in targets.local()}
+        self.memory = [(t.data_ptr(), t.shape, t.stride()) if t.numel() else object() for t in targets.local()]
         self.warnings = list(filter(None, [below_fp32_warning(targets)]))
         return holdings_of_targets(manifest.shapes, targets, placed)
 
@@ -230,6 +234,20 @@ def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targe
                 )
 
 
+def _check_shared(names: Sequence[str], holdings: Holdings, memory: Sequence[object], filled: dict[object, set[int]]) -> None:
+    """Adds what fills the memory of one of several targets. Raises ModelMismatch if other tensors fill some of it elsewhere."""
+    own = defaultdict[object, set[int]](set)
+    for number, local_tensors in enumerate(holdings.targets if memory else ()):
+        for local in local_tensors:
+            own[memory[local]].add(number)
+    for place, numbers in own.items():
+        if other := numbers ^ filled.setdefault(place, numbers):
+            raise ModelMismatch(
+                f"the sender has {list_keys(sorted(names[i] for i in other | numbers))}, whose values may differ, but a model "
+                "and its draft have one tensor for them; tie them in the sender's model, or give the draft its own"
+            )
+
+
 class CombinedTarget(Target):
     """Several targets that are filled together: an engine's model and its draft, both or neither."""
 
@@ -241,10 +259,13 @@ class CombinedTarget(Target):
 
     def holdings(self, manifest: Manifest) -> Holdings:
         combined, self._counts = full_holdings((), ()), []
+        filled: dict[object, set[int]] = {}
+        """The sender's tensors that fill some memory."""
         for i, target in enumerate(self._targets):
             target.scope = self.scope
             holdings = target.holdings(manifest)
             combined = combine(combined, holdings, sum(self._counts)) if i else holdings
+            _check_shared(manifest.names, holdings, target.memory, filled)
             self._counts.append(1 + max((number for numbers in holdings.targets for number in numbers), default=-1))
         self.devices = {device for target in self._targets for device in target.devices}
         self.warnings = [warning for target in self._targets for warning in target.warnings]

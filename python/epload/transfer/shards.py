@@ -7,9 +7,10 @@ it in the end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,19 +32,25 @@ class Shards(Sink):
     """The local tensors of one rank, for one sync."""
 
     def __init__(
-        self, plan: ExchangePlan, tensors: list[Tensor], verify: bool, who: str, ranks: int, direct: bool = False
+        self,
+        plan: ExchangePlan,
+        tensors: list[Tensor] | Mapping[int, Tensor],
+        verify: bool,
+        who: str,
+        ranks: int,
+        direct: bool = False,
     ) -> None:
         """
         Args:
             plan: whose buckets' targets count in ``tensors``.
-            tensors: on CPU, on one accelerator, or on both.
+            tensors: on CPU, on one accelerator, or on both; by number, if only some are to be filled.
             verify: whether each copy is followed by a comparison of digests.
             who: whose they are, for messages.
             ranks: of this node, which share its processors.
             direct: whether buckets are on the device, too. What is queued on them is on the current stream.
         """
         self._plan = plan
-        self.tensors = tensors
+        self.tensors: Any = tensors
         self._verify = verify
         self._who = who
         self.pipe: DevicePipe | None = None
@@ -52,7 +59,8 @@ class Shards(Sink):
         """Stream of the device; None if there is no device or ``direct`` is set."""
         self._lock = threading.Lock()
         """Held by the thread that has entered the stream."""
-        device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
+        own = tensors if isinstance(tensors, list) else tensors.values()
+        device = next((tensor.device for tensor in own if not tensor.is_cpu), None)
         if device is not None and not direct:
             self.pipe = DevicePipe.of(device, ranks)
             self._stream = torch.Stream(device)
