@@ -202,6 +202,20 @@ def test_a_rank_that_was_replaced_takes_part_no_more(rendezvous: tuple[SenderRen
         rank.close()
 
 
+def test_engines_of_one_name_are_named(rendezvous: tuple[SenderRendezvous, int]) -> None:
+    sender, port = rendezvous
+    ranks = [joined(port, 0, "rollout", 1) for _ in "ab"]
+    sender.announce(1)
+    for rank in ranks:
+        rank.get_ready(LIMIT)
+    with pytest.raises(
+        WaitTimeout, match=r"1 receiving rank ready .*(process .*){2}are rank 0 of engine rollout: .* a name of its"
+    ):
+        gather(sender, SOON)
+    for rank in ranks:
+        rank.close()
+
+
 def test_an_engine_that_was_silent_is_waited_for_once_it_is_heard(rendezvous: tuple[SenderRendezvous, int]) -> None:
     sender, port = rendezvous
     first, second = (joined(port, 0, engine, 1) for engine in "ab")

@@ -408,6 +408,14 @@ class SenderRendezvous:
             for name, size in missing
             if name not in complete
         ]
+        processes: dict[tuple[str, int], dict[int, str]] = {}
+        for participant in self.alive(_read_ranks(self._store, f"ready/{self._number}")):
+            processes.setdefault((participant.engine, participant.rank), {})[participant.number] = participant.process
+        texts += [
+            f"; {' and '.join(twice.values())} are rank {rank} of engine {name}: if they are alive, give each a name of its own"
+            for (name, rank), twice in processes.items()
+            if len(twice) > 1
+        ]
         return "".join(texts[:_MAX_LISTED])
 
     def start(self, start: Start) -> None:
@@ -440,13 +448,16 @@ def add_rank(store: Store, key: str, participant: Participant) -> None:
 
 def read_engines(store: Store, *keys: str) -> Engines:
     """Returns the ranks that have said something, under any of the keys; the last process of each."""
-    lines = b"".join(read_if_set(store, key) or b"" for key in keys)
-    ranks = (Participant(*json.loads(line)) for line in lines.splitlines())
-    last = {(participant.engine, participant.rank): participant for participant in ranks}
+    last = {(participant.engine, participant.rank): participant for participant in _read_ranks(store, *keys)}
     engines: Engines = {}
     for key in sorted(last):
         engines.setdefault(key[0], []).append(last[key])
     return engines
+
+
+def _read_ranks(store: Store, *keys: str) -> list[Participant]:
+    lines = b"".join(read_if_set(store, key) or b"" for key in keys)
+    return [Participant(*json.loads(line)) for line in lines.splitlines()]
 
 
 def in_order(engines: Engines) -> tuple[Participant, ...]:
