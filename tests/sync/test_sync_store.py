@@ -20,6 +20,7 @@ import epload
 from epload.sync import store
 from epload.sync.liveness import LEASE_SECONDS, LEFT, Liveness, Participant
 from epload.sync.participants import ReceiverRendezvous
+from support.failures import must_raise
 from support.jobs import Job, Meeting, run
 from support.small_syncs import receiving, sending, take
 from support.synced_models import build, check, write
@@ -209,6 +210,9 @@ def send_and_receive(rank: int, meeting: Meeting) -> None:
             take(receiver)
             sent.result()
             check(model, version)
+        must_raise(TypeError, "expected version to be an int of at least 0, got '3'", receiver.receive_weights, "3")
+        receiver.close()
+        must_raise(ValueError, "expected an open WeightReceiver, got one that was closed", receiver.commit)
 
 
 def receive_beside(rank: int, meeting: Meeting) -> None:

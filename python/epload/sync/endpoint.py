@@ -87,6 +87,12 @@ class Endpoint:
         self.close()
 
 
+def check_version(version: object) -> None:
+    """Raises TypeError unless a version is a number that can be sent."""
+    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 63:
+        raise TypeError(f"expected version to be an int of at least 0, got {version!r}")
+
+
 def check_choice(name: str, value: object, literal: Any) -> None:
     """Raises ValueError unless an option is one of those of a ``Literal``."""
     if value not in (choices := get_args(literal)):

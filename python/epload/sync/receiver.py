@@ -27,7 +27,7 @@ from epload.planning.holdings import Holdings, full_holdings
 from epload.ranks.topology import Topology
 from epload.sync.arrival import Arrival
 from epload.sync.devices import DeviceAccess, accelerator_of
-from epload.sync.endpoint import Endpoint, Stages, check_choice
+from epload.sync.endpoint import Endpoint, Stages, check_choice, check_version
 from epload.sync.generation import Generation
 from epload.sync.handing_on import TIMEOUT, Holder, Joining
 from epload.sync.joining import JoinMessage
@@ -106,6 +106,8 @@ class WeightReceiver(Endpoint):
             raise ValueError("expected stage='host' without a target: full tensors are made out of the memory for a version")
         if engine is not None and topology is not None:
             raise ValueError("expected topology= or engine=, got both")
+        if not isinstance(engine, EngineRank | None):
+            raise TypeError(f"expected engine to be an epload.EngineRank, got {engine!r}")
         self.stage = stage
         """Says where a version arrives; see the argument."""
         self._target = make_target(target, mapping, strict)
@@ -158,9 +160,11 @@ class WeightReceiver(Endpoint):
         Raises:
             LoadError: a rank of either job failed, or the sender announces another version, or no version within the timeout; the
                 same on every rank that took part. :attr:`version` is what it was, unless the target is partially updated.
-            ValueError: the receiver is closed, or another thread is in this method.
+            ValueError, TypeError: the receiver is closed, another thread is in this method, or ``version`` is no version.
         """
         self._check_open()
+        if version is not None:
+            check_version(version)
         began, until = perf_counter(), time.monotonic() + self._timeout.total_seconds()
         if not self._receiving.acquire(blocking=False):
             raise ValueError("expected one call of receive_weights() at a time; another thread is in it")
@@ -324,8 +328,8 @@ class WeightReceiver(Endpoint):
         """Copies the last received version into the target. Local to this rank; does nothing with ``stage="none"``.
 
         Raises:
-            ValueError: no version was received since the last commit, or another thread has received one meanwhile, so that the
-                target is partially updated.
+            ValueError: the receiver is closed, no version was received since the last commit, or another thread has received
+                one meanwhile, so that the target is partially updated.
             LoadError: with ``verify=True``, the target does not hold what has arrived.
             OutOfMemoryError, or what an engine raises: the target is partially updated. Call ``commit()`` again.
         """
@@ -372,6 +376,7 @@ class WeightReceiver(Endpoint):
         return self._target.scope.adapter
 
     def _staged_version(self) -> tuple[Generation, int]:
+        self._check_open()
         if self.staged is None or self._generation is None:
             raise ValueError("expected a version that was received and not committed; call receive_weights() first")
         return self._generation, self.staged

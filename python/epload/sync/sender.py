@@ -27,7 +27,7 @@ from epload.ranks.contents import publish
 from epload.ranks.membership import local_network
 from epload.ranks.single_flight import Call, add_to_background, exclusive, preparing_call, wait_for_background
 from epload.ranks.topology import Topology
-from epload.sync.endpoint import Deltas, Endpoint, Snapshots, Transports, check_choice
+from epload.sync.endpoint import Deltas, Endpoint, Snapshots, Transports, check_choice, check_version
 from epload.sync.generation import Generation
 from epload.sync.handing_on import Offer, Offers
 from epload.sync.joining import JoinMessage
@@ -197,8 +197,7 @@ class WeightSender(Endpoint):
         began = perf_counter()
         report = SyncReport(version=version, verify=self._verify)
         with report.timed("plan"), garbage_collection.paused(), preparing_call(self.topology):
-            if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 63:
-                raise TypeError(f"expected version to be an int of at least 0, got {version!r}")
+            check_version(version)
             if self._version is not None and version <= self._version:
                 raise ValueError(f"expected version to be greater than {self._version}, the last one sent, got {version}")
             if not wait and self._snapshot != "host":
