@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,7 +20,7 @@ from epload.model.targets import collect
 from epload.saving.catalog import catalog
 from support.checkpoints import assert_same
 from support.checks import full_tensor
-from support.failures import error_of
+from support.failures import error_of, must_raise
 from support.jobs import Job, Meeting, run
 from support.small_syncs import outcome, receiving, sending, take
 from support.sync_jobs import send_model
@@ -147,6 +150,33 @@ def test_names_that_do_not_suffice_are_refused_before_anything_is_sent() -> None
         catalog(model, collect(model), splits, {"w": torch.zeros(24, 6)})
     with pytest.raises(ValueError, match="cannot be derived from a mapping of your own: pass names_from="):
         epload.WeightSender(Trainer(), ("127.0.0.1", 0), receivers=1, mapping=mapping())
+
+
+LINEAR: Any = nn.Linear(2, 2)
+MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "no mapping": (ValueError, "expected mapping to be 'auto' or an epload.Mapping, got None", lambda: receive(mapping=None)),
+    "another mapping": (ValueError, "or an epload.Mapping, got 'atuo'", lambda: receive(mapping="atuo")),
+    "strict": (TypeError, "expected strict to be a bool, got 'no'", lambda: receive(strict="no")),
+    "a name of an engine": (TypeError, "expected engine to be an epload.EngineRank, got 'a'", lambda: receive(engine="a")),
+    "a rank of numpy": (TypeError, "a rank and a size that are ints, got", lambda: epload.EngineRank("a", np.int64(0))),  # type: ignore[arg-type]
+    "an engine without a name": (TypeError, "expected a name that is a str, ", lambda: epload.EngineRank(5)),  # type: ignore[arg-type]
+    "a state dict": (TypeError, "expected model to be a torch.nn.Module, got a OrderedDict", lambda: send(LINEAR.state_dict())),
+    "a class": (TypeError, "expected model to be a torch.nn.Module, got the class Linear", lambda: send(nn.Linear)),
+}
+
+
+def receive(**options: Any) -> None:
+    epload.WeightReceiver(LINEAR, "127.0.0.1:1", timeout=1, **options)
+
+
+def send(model: Any) -> None:
+    epload.WeightSender(model, ("127.0.0.1", 0), receivers=1).close()
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_refused_before_anything_waits(case: str) -> None:
+    kind, text, call = MISTAKES[case]
+    must_raise(kind, text, call)
 
 
 def send_by_two_mappings(rank: int, meeting: Meeting) -> list[str]:

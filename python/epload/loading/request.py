@@ -135,9 +135,6 @@ class Request:
             raise ValueError(
                 "expected no outer_shards and local_modules for a Megatron-Core model, which itself says what each rank has"
             )
-        if not isinstance(model, nn.Module):
-            kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-            raise TypeError(f"expected model to be a torch.nn.Module, got {kind}")
         kinds = {"strict": bool, "ignore_mismatched_shapes": bool, "trace": bool, "prefix": str, "variant": str}
         for option, of_type in kinds.items():
             if not isinstance(value := getattr(self, option), of_type):

@@ -84,13 +84,18 @@ def resolve_mapping(
         rule = mapping.quantize
         declared = _declared(model) if rule is not None and rule.config is None else None
         return replace(mapping, quantize=replace(rule, config=declared)) if rule is not None and declared else mapping
-    if mapping != "auto":
-        raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
+    check_mapping(mapping)
     if pairs := adapter_pairs(model, names, checkpoint):
         last = {target: key for key, target in pairs}  # PEFT saves the biases of trained modules twice
         twice = tuple(f"^{re.escape(key)}$" for key, target in pairs if key and last[target] != key)
         return Mapping(only=tuple((key, target) for target, key in last.items()), ignore_unexpected=twice)
     return from_model(model, names)
+
+
+def check_mapping(mapping: object) -> None:
+    """Raises ValueError for what is neither a Mapping, nor a Quantize, nor ``"auto"``."""
+    if mapping != "auto" and not isinstance(mapping, Mapping | Quantize):
+        raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
 
 
 def with_quantization_of(model: nn.Module, manifest: Manifest) -> Manifest:

@@ -73,7 +73,7 @@ def as_module(model: Model) -> nn.Module:
     as ``module``.
 
     Raises:
-        TypeError: a list with anything but modules of Megatron-Core.
+        TypeError: no module, or a list with anything but modules of Megatron-Core.
         ValueError: Megatron's FSDP, whose shards are in flat buffers.
     """
     is_list = isinstance(model, list | tuple)
@@ -84,7 +84,10 @@ def as_module(model: Model) -> nn.Module:
     if is_list:
         kinds = ", ".join(dict.fromkeys(type(chunk).__name__ for chunk in chunks)) or "nothing"
         raise TypeError(f"expected a torch.nn.Module, or a list of Megatron-Core modules, got a list of {kinds}")
-    return model  # type: ignore[return-value]
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TypeError(f"expected model to be a torch.nn.Module, got {kind}")
+    return model
 
 
 def _unwrap(module: Any, wrappers: list[nn.Module]) -> Any:

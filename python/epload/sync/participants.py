@@ -60,7 +60,9 @@ class EngineRank:
     size: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
+        """Raises ValueError, TypeError."""
+        if not isinstance(self.name, str) or not type(self.rank) is type(self.size) is int:
+            raise TypeError(f"expected a name that is a str, and a rank and a size that are ints, got {self}")
         if not self.name or "/" in self.name or not 0 <= self.rank < self.size:
             raise ValueError(f"expected a name without '/', and a rank below size, got {self}")
 

@@ -18,7 +18,7 @@ from epload.errors import LoadError, ModelMismatch
 from epload.mapping.mapping import Mapping, ignored_keys, quantize_rule
 from epload.mapping.place import Leftover, Place, destinations, place
 from epload.mapping.precision import below_fp32_warning
-from epload.mapping.resolve import resolve_mapping
+from epload.mapping.resolve import check_mapping, resolve_mapping
 from epload.mapping.wrappers import (
     active_adapter,
     adapters_in_base,
@@ -292,7 +292,10 @@ def make_target(
     mapping: Mapping | str,
     strict: bool,
 ) -> Target:
-    """Returns the target that a receiver was given. Raises TypeError: none of those."""
+    """Returns the target that a receiver was given. Raises TypeError, ValueError: it is none of those, or an option is wrong."""
+    check_mapping(mapping)
+    if not isinstance(strict, bool):
+        raise TypeError(f"expected strict to be a bool, got {strict!r}")
     if target is None:
         return FullTensors()
     targets: list[Any] = list(target) if isinstance(target, list | tuple) else [target]
