@@ -18,7 +18,7 @@ from epload.native import ops
 from epload.planning.algorithms import Algorithm
 from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, exclusive, inside_load
-from epload.ranks.topology import Topology
+from epload.ranks.topology import Topology, as_topology
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 DEFAULT_BUCKET_BYTES_ON_CPU = 16 << 20
@@ -66,7 +66,7 @@ def coalesced_bcast(
         topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
         epload.coalesced_bcast(model.parameters(), src=0, topology=topology)
     """
-    topology = topology if topology is not None else Topology.default()
+    topology = as_topology(topology)
     call, inside = Call("coalesced_bcast()", topology), inside_load(topology)
     with nullcontext() if inside else exclusive(call):
         try:

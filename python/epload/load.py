@@ -23,7 +23,7 @@ from epload.model.megatron import Model
 from epload.observe.render import list_first
 from epload.planning.schedule import WAVE_BYTES, Algorithms, Readers
 from epload.ranks.single_flight import Call, exclusive, preparing_call
-from epload.ranks.topology import Topology, as_timedelta
+from epload.ranks.topology import Topology, as_timedelta, as_topology
 from epload.report import LoadReport
 from epload.sync.running_job import RunningJob, address_of
 
@@ -187,7 +187,7 @@ def load_state(
         )
     """
     with preparing_call(topology):
-        topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
+        topology = as_topology(topology, as_timedelta(timeout))
         topology.check_source(src)
     with exclusive(Call("load_state()", topology), as_timedelta(timeout)), topology.control.guard():
         flat, source, values, missing = agree_on_values(topology.control, state, checkpoint, src, strict)

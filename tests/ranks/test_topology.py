@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import epload
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.ranks import topology
 from support import fakedev, ranks
 from support.accelerator import DEVICE, meta_net, wrong
-from support.failures import raised
+from support.failures import must_raise, raised
 from support.on_ranks import on_ranks
 from support.small_model import BUCKET, state_for
 
@@ -110,7 +113,10 @@ def test_parts_of_a_job_work_side_by_side(rank: int) -> list[str]:
         kind, text = raised(partial(Topology.from_nodes, others, group=group))
         wrong += [] if kind == "ValueError" and part in text else [f"{others}: {kind} {text}"]
     kind, text = raised(partial(Topology.from_nodes, [members[1 - half]], group=made[1 - half]))
-    wrong += [] if kind in ("ValueError", "TypeError") else [f"a group of others: {kind} {text}"]
+    wrong += [] if (kind, text) == ("ValueError", f"rank {rank} is not in the group") else [f"a group of others: {kind} {text}"]
+    for no_group in ("world", [0, 1]):
+        kind, text = raised(partial(Topology.discover, no_group))
+        wrong += [] if kind == "TypeError" and "expected group to be a torch.distributed.Pro" in text else [f"{kind} {text}"]
     topo = Topology.from_nodes([[2, 4], [3]], group=group) if half else Topology.discover(group=group)
     if topo.ranks != tuple(own):
         wrong.append(f"ranks {topo.ranks}")
@@ -146,6 +152,38 @@ def test_without_a_process_group() -> None:
             Topology.from_nodes(nodes)
     with pytest.raises(ValueError, match="expected src among"):
         coalesced_bcast([torch.zeros(1)], src=1)
+    assert Topology.from_nodes([torch.arange(1)]).nodes == ((0,),)  # type: ignore[list-item]
+    assert all(type(rank) is int for rank in Topology.from_nodes(np.zeros((1, 1), int)).ranks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda nodes: coalesced_bcast([torch.zeros(1)], topology=nodes),
+        lambda nodes: HierarchicalLoader(nodes),
+        lambda nodes: epload.load(nn.Linear(1, 1), {}, topology=nodes),
+        lambda nodes: epload.load_state({"a": torch.zeros(1)}, {}, topology=nodes),
+        lambda nodes: epload.save(nn.Linear(1, 1), "/nowhere", topology=nodes),
+        lambda nodes: epload.convert("/nowhere", "/nowhere/else", topology=nodes),
+        lambda nodes: epload.WeightSender(nn.Linear(1, 1), "127.0.0.1:0", receivers=1, topology=nodes),
+        lambda nodes: epload.WeightReceiver(nn.Linear(1, 1), "127.0.0.1:1", topology=nodes),
+    ],
+)
+def test_what_is_no_topology_is_refused(call: Callable[[Any], Any]) -> None:
+    must_raise(TypeError, r"expected topology to be an epload\.Topology, got a list; make one with", call, [[0]])
+
+
+@pytest.mark.parametrize(
+    ("timeout", "kind", "text"),
+    [
+        (True, TypeError, "a number of seconds or a timedelta, got True"),
+        (0, ValueError, "above 0, got 0"),
+        (-1.5, ValueError, "above 0, got -1.5"),
+        (timedelta(), ValueError, "above 0, got 0:00:00"),
+    ],
+)
+def test_a_timeout_is_above_0(timeout: Any, kind: type[Exception], text: str) -> None:
+    must_raise(kind, f"expected timeout to be {text}", Topology.discover, timeout=timeout)
 
 
 def two_groups(rank: int) -> list[float]:

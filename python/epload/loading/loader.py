@@ -32,7 +32,7 @@ from epload.observe.render import count, list_keys
 from epload.planning.schedule import WAVE_BYTES, Algorithms, Readers
 from epload.ranks.membership import uninitialized_warning
 from epload.ranks.single_flight import Call, exclusive
-from epload.ranks.topology import Topology, as_timedelta
+from epload.ranks.topology import Topology, as_timedelta, as_topology
 from epload.report import LoadReport
 
 
@@ -83,7 +83,7 @@ class HierarchicalLoader:
         log.check_progress(progress)
         self._timeout = as_timedelta(timeout)
         self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
-        self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
+        self.topology = as_topology(topology, self._timeout)
         self._made_by = threading.current_thread()
         self._as_pretrained = True
         """See :class:`Request`."""

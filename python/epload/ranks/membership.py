@@ -49,12 +49,16 @@ def membership(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | Non
         The group, None without ``torch.distributed``; this process's global rank; the sorted global ranks of the group.
 
     Raises:
-        ValueError: this process is not in the group.
+        ValueError, TypeError: this process is not in the group, or it is no group.
     """
     if not _is_initialized():
         if group is not None:
             raise ValueError("got a process group, but torch.distributed is not initialized")
         return None, 0, (0,)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"rank {dist.get_rank()} is not in the group")
+        raise TypeError(f"expected group to be a torch.distributed.ProcessGroup, got {group!r}")
     group = group or dist.group.WORLD
     assert group is not None
     rank, ranks = dist.get_rank(), tuple(sorted(dist.get_process_group_ranks(group)))

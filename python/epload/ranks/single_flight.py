@@ -23,7 +23,7 @@ from typing import Any
 
 from epload.core.log import logger
 from epload.errors import LoadError, call_order_error, kind_of, make_error, message_of
-from epload.ranks.topology import Topology
+from epload.ranks.topology import Topology, as_topology
 
 _lock = threading.RLock()
 _current: Call | None = None
@@ -153,7 +153,9 @@ def preparing_call(topology: Topology | None) -> Iterator[None]:
 def _refuse_next(topology: Topology | None, error: Exception) -> Exception | None:
     """Publishes that this rank takes no part in its next load, and why. Returns the error that all ranks raise; None if it is
     alone."""
-    control = (topology if topology is not None else Topology.default()).control
+    if not isinstance(topology, Topology | None):
+        return None  # it says of no other ranks
+    control = as_topology(topology).control
     if control.store is None:
         return None
     refused = make_error(kind_of(error), f"{error} [rank {control.rank}]")

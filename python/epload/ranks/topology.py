@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import index
 
 import torch.distributed as dist
 
@@ -122,7 +123,7 @@ class Topology:
             LoadError: as for :meth:`discover`.
         """
         group, rank, ranks = membership(group)
-        lists = [list(node) for node in nodes]
+        lists = [list(map(index, node)) for node in nodes]
         failure = Attempt(lambda: check_partition(lists, ranks)).failure
 
         def check_equal(views: Mapping[int, list[list[int]]]) -> None:
@@ -193,18 +194,31 @@ _default_lock = threading.RLock()
 _is_discovering = False
 
 
+def as_topology(topology: Topology | None, timeout: timedelta | float | None = None) -> Topology:
+    """Returns a topology as callers pass it; :meth:`Topology.default` for None. Raises TypeError if it is of another type."""
+    if topology is None:
+        return Topology.default(timeout=timeout)
+    if not isinstance(topology, Topology):
+        raise TypeError(
+            f"expected topology to be an epload.Topology, got a {type(topology).__name__}; make one with "
+            "Topology.discover(group) or Topology.from_nodes(nodes)"
+        )
+    return topology
+
+
 def as_timedelta(timeout: timedelta | float | None) -> timedelta:
     """Returns a timeout as callers pass it; 30 minutes for None.
 
-    Raises TypeError if it is of another type, ValueError if no timedelta can be as long.
+    Raises TypeError if it is of another type, ValueError if it is not above 0 or no timedelta can be as long.
     """
     if timeout is None:
         return DEFAULT_TIMEOUT
-    if isinstance(timeout, timedelta):
-        return timeout
-    if not isinstance(timeout, int | float):
+    if not isinstance(timeout, int | float | timedelta) or isinstance(timeout, bool):
         raise TypeError(f"expected timeout to be a number of seconds or a timedelta, got {timeout!r}")
     try:
-        return timedelta(seconds=timeout)
+        duration = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     except (OverflowError, ValueError) as error:  # ValueError: NaN
         raise ValueError(f"expected timeout to be a number of seconds that a timedelta can have, got {timeout}") from error
+    if duration <= timedelta():
+        raise ValueError(f"expected timeout to be above 0, got {timeout}")
+    return duration

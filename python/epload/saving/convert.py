@@ -25,7 +25,7 @@ from epload.mapping.quantize import Quantize
 from epload.planning.holdings import digest_of
 from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, exclusive, preparing_call
-from epload.ranks.topology import Topology, as_timedelta
+from epload.ranks.topology import Topology, as_timedelta, as_topology
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder, folder_path
 from epload.saving.layout import ADAPTER_MODEL, DIFFUSION_MODEL, MODEL, FilesLayout, lay_out
@@ -78,7 +78,7 @@ def convert(
         LoadError: the folder cannot be written. With a topology, all errors are the same on every rank.
     """
     began = perf_counter()
-    with preparing_call(topology) if topology is not None else nullcontext():
+    with preparing_call(as_topology(topology)) if topology is not None else nullcontext():
         report, limit = SaveReport(path=str(folder_path(path))), as_timedelta(timeout)
     with ExitStack() as stack:
         if topology is not None:

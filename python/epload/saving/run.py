@@ -22,7 +22,7 @@ from epload.model.megatron import Model, as_module
 from epload.planning.holdings import Holdings, digest_of
 from epload.ranks.contents import fetch_holdings, publish_holdings
 from epload.ranks.single_flight import Call, exclusive, preparing_call, wait_for_background
-from epload.ranks.topology import Topology, as_timedelta
+from epload.ranks.topology import Topology, as_timedelta, as_topology
 from epload.report import SaveReport
 from epload.saving.changes import DeltaBase
 from epload.saving.folder import NewFolder, folder_path
@@ -59,7 +59,7 @@ class PendingSave:
             self._path = folder_path(path)
             self._files = tuple(map(Path, files))
             self._timeout = as_timedelta(timeout)
-            self._topology = topology if topology is not None else Topology.default(timeout=self._timeout)
+            self._topology = as_topology(topology, self._timeout)
         self._max_shard_bytes = max_shard_bytes
         self._checksums = checksums
         self._overwrite = overwrite

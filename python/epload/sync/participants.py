@@ -29,7 +29,7 @@ from epload.ranks.contents import fetch, publish
 from epload.ranks.membership import local_network
 from epload.ranks.messages import read_if_set
 from epload.ranks.single_flight import Call, exclusive
-from epload.ranks.topology import Topology
+from epload.ranks.topology import Topology, as_topology
 from epload.sync.liveness import LEFT, Liveness
 from epload.sync.liveness import Participant as Participant
 from epload.sync.scope import Scope
@@ -73,7 +73,7 @@ class EngineRank:
 
 def engine_of(topology: Topology | None, node: str, timeout: timedelta) -> tuple[EngineRank, str]:
     """Returns this rank of the engine that a topology is, by default the job, and its node. Collective over its ranks."""
-    topology = topology if topology is not None else Topology.default(timeout=timeout)
+    topology = as_topology(topology, timeout)
     control, ranks, machine = topology.control, topology.ranks, local_network()
     call = Call("WeightReceiver()", topology)
     with exclusive(call, timeout) if control.store is not None else control.load(timeout), control.guard():

@@ -26,7 +26,7 @@ from epload.model.megatron import Model, as_module
 from epload.ranks.contents import publish
 from epload.ranks.membership import local_network
 from epload.ranks.single_flight import Call, add_to_background, exclusive, preparing_call, wait_for_background
-from epload.ranks.topology import Topology
+from epload.ranks.topology import Topology, as_topology
 from epload.sync.endpoint import Deltas, Endpoint, Snapshots, Transports, check_choice, check_version
 from epload.sync.generation import Generation
 from epload.sync.handing_on import Offer, Offers
@@ -118,7 +118,7 @@ class WeightSender(Endpoint):
         if not isinstance(receivers, int) or isinstance(receivers, bool) or receivers < 1:
             raise ValueError(f"expected receivers to be the number of receiving ranks, at least 1, got {receivers!r}")
         wait_for_background()
-        self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
+        self.topology = as_topology(topology, self._timeout)
         through_host = transport == "host"
         self._model = SentModel(
             as_module(model),
