@@ -113,6 +113,8 @@ def test_some_tensors_are_not_filled_where_others_hold_no_values() -> None:
     with pytest.raises(ModelMismatch, match=r"others hold no values yet: written\.weight"):
         load(model, A, mapping=only)
     load(model, A | WRITTEN)
+    with pytest.raises(ModelMismatch, match="only= of the mapping names tensors that the model lacks: nope"):
+        load(model, A, mapping=Mapping(only=(("a.weight", "nope"),)))
     load(model, {"a.weight": torch.zeros(2, 2)}, mapping=only)
     assert not model.a.weight.any()
 

@@ -26,6 +26,7 @@ from epload.model.memory import storage_of
 from epload.model.modules import Modules
 from epload.model.state_dict import read_state
 from epload.native import ops
+from epload.observe.render import list_first
 
 
 @dataclass
@@ -91,12 +92,16 @@ class Targets:
         """Global shape by name."""
         return {name: self.shape(i) for name, i in self.index.items()}
 
-    def missing(self, only: Iterable[tuple[str, str]], filled: Set[int]) -> list[str]:
+    def missing(self, only: Collection[tuple[str, str]], filled: Set[int]) -> list[str]:
         """Returns the names of the targets that nothing fills, except those of empty tensors, which need nothing.
 
         Args:
             only: as in :class:`epload.Mapping`.
+
+        Raises ModelMismatch if that names a tensor that the model lacks.
         """
+        if unknown := [name for _, name in only if name not in self.index]:
+            raise ModelMismatch(f"only= of the mapping names tensors that the model lacks: {list_first(unknown)}")
         expected = {self.index[name] for _, name in only} or range(len(self.names))
         return [self.names[i] for i in sorted({*expected} - filled) if 0 not in self.shape(i)]
 
