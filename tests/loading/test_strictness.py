@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -207,6 +208,12 @@ def test_patterns_of_ignored_keys_are_independent(pattern: str) -> None:
         "mtp.x",
         "aa",
     ]
+
+
+def test_what_is_no_tensor_is_said_to_be_there() -> None:
+    state = {"weight": torch.ones(2, 3), "bias": np.zeros(2)}
+    with pytest.raises(ModelMismatch, match=r"of these, the checkpoint has values that are no tensors .*from_numpy.*: bias"):
+        epload.load(nn.Linear(3, 2), state, progress=False)
 
 
 def test_a_mapping_ignores_what_it_says() -> None:

@@ -61,6 +61,9 @@ def _explain(
     renamed, unused = rename_keys(mapping, manifest.names)
     if missing:
         lines.append(f"{count(len(missing), 'parameter')} missing from the checkpoint: {list_first(missing, _LISTED)}")
+        if others := [name for name in missing if name in manifest.ignored]:
+            listed = list_first(others, _LISTED)
+            lines.append(f"of these, the checkpoint has values that are no tensors (use torch.from_numpy for arrays): {listed}")
     if unexpected:
         becomes = {key: f" (renamed to {new})" for key, new in zip(manifest.names, renamed, strict=True) if new != key}
         for group in match_conversions(mapping.converts, renamed)[0]:
