@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import epload
-from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadOptions, Mapping, ModelMismatch
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadOptions, Mapping, ModelMismatch, OuterShard
 from epload.checkpoint.file_sets import choose
 from epload.checkpoint.opening import join_source
 from epload.mapping import Rename
@@ -407,6 +407,11 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "timeout": (_linear, {"timeout": "5 minutes"}, "timeout to be a number of seconds or a timedelta, got '5 minutes'"),
     "model": (_state, {}, r"expected model to be a torch\.nn\.Module, got a dict"),
     "class": (lambda: nn.Linear, {}, r"expected model to be a torch\.nn\.Module, got the class Linear"),
+    "outer_shards": (
+        _linear, {"options": LoadOptions(outer_shards=OuterShard("w", None))}, "outer_shards to be a list of epload.Out"
+    ),
+    "local_modules": (_linear, {"options": LoadOptions(local_modules="0")}, "local_modules to be a list of .*, got '0'"),
+    "bool": (_linear, {"timeout": True}, "timeout to be a number of seconds or a timedelta, got True"),
     "hook": (
         _linear, {"init_missing": "zeros"}, "expected init_missing to be a function, or 'reset_parameters', got 'zeros'"
     ),

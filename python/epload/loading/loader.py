@@ -20,7 +20,7 @@ from epload.core.default_device import on_cpu
 from epload.core.log import logger
 from epload.errors import redact_url
 from epload.loading.agreement import Agreement
-from epload.loading.request import AnyChecksums, Options, Request, describe_model
+from epload.loading.request import AnyChecksums, Options, Request, describe_model, parts_of
 from epload.loading.resources import Resources
 from epload.loading.run import run_load
 from epload.mapping.mapping import AnyMapping
@@ -31,7 +31,7 @@ from epload.model.megatron import Model
 from epload.observe.render import count, list_keys
 from epload.planning.schedule import WAVE_BYTES, Algorithms, Readers
 from epload.ranks.membership import uninitialized_warning
-from epload.ranks.single_flight import Call, exclusive
+from epload.ranks.single_flight import Call, exclusive, preparing_call
 from epload.ranks.topology import Topology, as_timedelta, as_topology
 from epload.report import LoadReport
 
@@ -138,10 +138,12 @@ class HierarchicalLoader:
             LoadError, ValueError, TypeError: as :func:`epload.load`.
         """
         self.topology.check_group()
+        with preparing_call(self.topology):
+            said = parts_of(outer_shards, local_modules)
         with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
             try:
                 with self._control.guard():
-                    module, parts = describe_model(model, (*outer_shards, *local_modules))
+                    module, parts = describe_model(model, said)
                     trace = trace or bool(os.environ.get("EPLOAD_TRACE"))
                     request = Request(
                         module, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing, prefix,

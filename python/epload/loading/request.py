@@ -150,6 +150,14 @@ class Request:
             raise TypeError(f"expected init_missing to be a function, or 'reset_parameters', got {self.init_missing!r}")
 
 
+def parts_of(outer_shards: Sequence[OuterShard], local_modules: Sequence[LocalModules]) -> Parts:
+    """Returns all that a caller says of one model. Raises TypeError if it is of another type."""
+    for option, parts, kind in (("outer_shards", outer_shards, OuterShard), ("local_modules", local_modules, LocalModules)):
+        if not isinstance(parts, list | tuple) or not all(isinstance(part, kind) for part in parts):
+            raise TypeError(f"expected {option} to be a list of epload.{kind.__name__}, got {parts!r}")
+    return (*outer_shards, *local_modules)
+
+
 def describe_model(model: Model, parts: Parts) -> tuple[Any, Parts]:
     """Returns the module that is loaded, and what is said of its parts: ranks of Megatron-Core have modules of their own. What is
     no model is returned as it is, and refused by :meth:`Request.check`."""
