@@ -80,9 +80,11 @@ def test_arguments_are_those_of_a_save_and_the_source_may_not_change(tmp_path: P
         ({"max_shard_bytes": 0}, "expected max_shard_bytes to be a number of bytes, at least 1, got 0"),
         ({"max_shard_bytes": "5GB"}, "got '5GB'"),
         ({"dtype": "float8_e4m3fn"}, "expected dtype to have at least 16 bits, got float8_e4m3fn"),
+        ({"quantize": "fp8"}, "expected quantize to be a Quantize, got 'fp8'"),
+        ({"renames": [("a", "b")]}, r"expected renames of a Mapping to be a tuple of Rename, got \(\('a', 'b'\),\)"),
         ({"files": [tmp_path / "tokenizer.json"]}, "expected files= to name files to be copied, but .*tokenizer.json"),
     ):
-        must_raise((ValueError, epload.CheckpointError), text, epload.convert, path, tmp_path / "new", **options)
+        must_raise((ValueError, TypeError, epload.CheckpointError), text, epload.convert, path, tmp_path / "new", **options)
     assert os.listdir(tmp_path) == ["m.safetensors"]
 
 

@@ -20,7 +20,7 @@ from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.core.dtypes import DType, requested
 from epload.errors import CheckpointError
-from epload.mapping.mapping import Mapping, Renames, apply_renames, find_unused, renames_of
+from epload.mapping.mapping import Mapping, Renames, apply_renames, find_unused
 from epload.mapping.quantize import Quantize
 from epload.planning.holdings import digest_of
 from epload.ranks.control import Control
@@ -93,7 +93,8 @@ def convert(
             if checkpoint is not source:
                 stack.callback(checkpoint.close)
             _check_kept(checkpoint, Path(report.path), overwrite)
-            old, new = checkpoint.manifest, _new_manifest(checkpoint, dtype, renames)
+            rules = Mapping(renames=renames, quantize=quantize)  # type: ignore[arg-type]
+            old, new = checkpoint.manifest, _new_manifest(checkpoint, dtype, rules)
             rewrite = Rewrite(checkpoint, new, quantize, dtype)
             options = max_shard_bytes, report.path, overwrite, checksums
             same = old.identity, old.provenance[1], rewrite.new.digest, options
@@ -155,13 +156,12 @@ def _check_kept(checkpoint: Checkpoint, path: Path, overwrite: bool) -> None:
             )
 
 
-def _new_manifest(checkpoint: Checkpoint, dtype: DType | None, renames: Renames) -> Manifest:
+def _new_manifest(checkpoint: Checkpoint, dtype: DType | None, rules: Mapping) -> Manifest:
     """Returns the tensors that are written."""
     manifest = checkpoint.manifest
     if dtype is not None:
         dtype = requested("dtype", dtype)
         manifest = with_dtype(manifest, dtype, kept_in_converted(checkpoint, dtype))
-    rules = Mapping(tuple(renames_of(renames)))
     for unused in find_unused(rules, manifest.names):
         raise ValueError(unused)
     names = apply_renames(rules.renames, list(manifest.names))
