@@ -169,6 +169,14 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
         Mapping(converts=(Convert(("qkv",), ("q", "k"), (Split(),)),)), {"qkv": (6, 2)}, {"q": (4, 2), "k": (2, 2)},
         ["qkv", "cannot make q", "[4, 2]", "[3, 2]"],
     ),
+    "a dim that is no int": (
+        Mapping(converts=(Convert(("qkv",), ("q", "k"), (Split("targets"),)),)), {"qkv": (6, 2)}, {"q": (4, 2), "k": (2, 2)},  # type: ignore[arg-type]
+        ["cannot make q", "expected a dim that is an int, got 'targets'"],
+    ),
+    "a shift of what is no number": (
+        Mapping(renames=(Rename(r"^(\w+)\.", r"\1.", shift=1),)), {"head.w": (2,)}, {"w": (2,)},
+        ["source='^(\\\\w+)\\\\.'", "'head' in head.w"],
+    ),
     "two rules for one target": (
         Mapping(converts=(Convert(("^a$",), ("t",)), Convert(("^b$",), ("t",)))), {"a": (2,), "b": (2,)}, {"t": (2,)}, ["a and b"]
     ),

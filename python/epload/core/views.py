@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 from epload.core.placement import row_major_strides
 
@@ -274,7 +274,9 @@ def _box(start: Sequence[int], loop_of: dict[int, Loop], offset: int) -> View:
 
 
 def normalize_dim(dim: int, ndim: int) -> int:
-    """The dim, counted from the front. Raises ValueError if it is out of range."""
+    """The dim, counted from the front. Raises ValueError if it is no int or out of range."""
+    if not isinstance(dim, SupportsIndex):
+        raise ValueError(f"expected a dim that is an int, got {dim!r}")
     if not -ndim <= dim < ndim:
         raise ValueError(f"dim {dim} is out of range for a tensor with {ndim} dims")
     return dim % ndim

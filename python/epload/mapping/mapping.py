@@ -11,6 +11,7 @@ from typing import Any
 from epload.core.patterns import check_expressions
 from epload.core.pieces import is_extra_state
 from epload.core.views import View
+from epload.errors import ModelMismatch
 from epload.mapping.operations import Operation
 from epload.mapping.quantize import Quantize
 from epload.observe.render import list_first
@@ -50,6 +51,8 @@ class Rename:
     def _replace(self, name: str, match: re.Match[str]) -> str:
         target = self.target
         if self.shift or self.divide > 1:
+            if not re.fullmatch(r"-?\d+", match[1] or ""):
+                raise ModelMismatch(f"{self} needs a number in its first group, which matches {match[1]!r} in {name}")
             number = str((int(match[1]) + self.shift) // self.divide)
             target = re.sub(_first_group(self.source), lambda _: number, target)
         return name[: match.start()] + match.expand(target) + name[match.end() :]
