@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch
 from epload.model.devices import check_backend, check_stream
+from epload.model.memory import has_internal_overlap
 from epload.native import ops
 from epload.planning.algorithms import Algorithm
 from epload.ranks.control import Control
@@ -56,7 +57,7 @@ def coalesced_bcast(
             again, so if one rank later passes another list, only the timeout detects it.
 
     Raises:
-        TypeError: an item is not a tensor, or is a DTensor. Nothing has moved.
+        TypeError: an item is not a tensor, or is a DTensor, or another argument is of another type. Nothing has moved.
         ValueError: another argument is wrong. Nothing has moved.
         ManifestMismatch: the ranks disagree. Nothing has moved.
         LoadError: another thread of this process is in a load or a broadcast, or a rank failed or exited.
@@ -118,6 +119,16 @@ def _check_arguments(
             raise TypeError(f"expected plain tensors, but tensor {i} is a DTensor; pass tensor.to_local()")
         if tensor.is_conj() or tensor.is_neg():  # which torch itself refuses otherwise
             raise ValueError(f"tensor {i} is a lazy conjugate or negation; pass tensor.resolve_conj().resolve_neg()")
+        strided = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_contiguous()
+        if strided and topology.rank != src and has_internal_overlap(tensor):
+            raise ValueError(
+                f"tensor {i} has elements that share memory, and cannot hold what it receives; pass one that is not expanded"
+            )
+    if not isinstance(bucket_bytes, int) or not isinstance(algorithm, str) or not isinstance(stream, torch.Stream | None):
+        raise TypeError(
+            "expected bucket_bytes to be an int, algorithm a str and stream a torch.Stream, got "
+            f"{bucket_bytes!r}, {algorithm!r} and {stream!r}"
+        )
     check_stream(stream)
     topology.check_source(src)
     if tensors:

@@ -100,6 +100,9 @@ def wrong_arguments(rank: int) -> tuple[list[str], dict[str, str]]:
     see.check("DTensor", "TypeError", ["to_local()", "tensor 1"], [one, dtensor])
     see.check("DTensor parameter", "TypeError", ["to_local()", "tensor 0"], [nn.Parameter(dtensor)])
     see.check("no tensor", "TypeError", ["list", "item 1"], [one, [1.0]])
+    for options in ({"bucket_bytes": "1"}, {"algorithm": None}, {"stream": "x"}):
+        see.check(f"{options}", "TypeError", ["bucket_bytes to be an int", f"{next(iter(options.values()))!r}"], [one], **options)
+    see.check("expanded", "ValueError", ["tensor 1", "share memory"], [one, torch.zeros(1).expand(4)])
     refused: list[tuple[list[str], list[torch.Tensor], dict[str, Any]]] = [
         *(([f"{src}", "[0, 1, 2]"], [one], {"src": src}) for src in (3, -1, 10**9)),
         (["ring", "two_level", "striped"], [one], {"algorithm": "ring"}),
