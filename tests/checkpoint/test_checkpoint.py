@@ -101,6 +101,8 @@ def test_a_dict_with_something_that_is_no_full_tensor() -> None:
         ((TypeError, CheckpointError), "1", {1: tensor(1, (2,))}),
     ):
         must_raise(kind, text, Checkpoint.open, state)
+    text = r"expected a dict of tensors, got a str; Checkpoint\.open\(\) takes paths"
+    must_raise(TypeError, text, Checkpoint.from_state_dict, "m.safetensors")
 
 
 def test_a_running_job_is_no_stored_checkpoint() -> None:

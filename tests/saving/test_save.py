@@ -220,6 +220,7 @@ def test_places_and_files_that_are_none(tmp_path: Path, monkeypatch: pytest.Monk
     for path in ("s3://bucket/step-1", Path("gs://bucket/step-1")):
         for call, source in ((epload.save, {"w": torch.ones(2)}), (epload.convert, "source")):
             must_raise(ValueError, "expected the path of a local folder", call, source, path)
+            must_raise(ValueError, "expected the path of a folder to write, got /, which is", call, source, "/")
     assert os.listdir() == ["source"]
     # Nor may files to be copied replace those that are written.
     for name in ("a/model.safetensors.index.json", "a/model.safetensors", "a/tokenizer.json", "b/tokenizer.json"):

@@ -148,6 +148,8 @@ def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
 
 def from_state_dict(state_dict: Mapping[Any, Tensor], consume: bool = False) -> Checkpoint:
     """See :meth:`Checkpoint.from_state_dict`."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"expected a dict of tensors, got a {type(state_dict).__name__}; Checkpoint.open() takes paths")
     try:
         tensors, ignored = split_entries(state_dict, STATE_DICT)
     except CheckpointError as error:

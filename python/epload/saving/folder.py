@@ -22,12 +22,14 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def folder_path(path: str | Path) -> Path:
-    """Returns the absolute path of a folder to write. Raises ValueError for a URL and for an empty path."""
+    """Returns the absolute path of a folder to write. Raises ValueError for a URL, an empty path and a root."""
     if not str(path):
         raise ValueError("expected the path of a folder to write, got an empty one")
     if _URL.match(str(path)):
         raise ValueError(f"expected the path of a local folder to write, got {path}; save to one and upload it")
-    return Path(path).expanduser().absolute()
+    if not (absolute := Path(path).expanduser().absolute()).name:
+        raise ValueError(f"expected the path of a folder to write, got {path}, which is no folder of its own")
+    return absolute
 
 
 def hidden_path(path: Path, token: str) -> Path:
