@@ -191,3 +191,12 @@ def test_a_link_that_leads_elsewhere_during_the_load(tmp_path: Path, monkeypatch
     state: dict[str, Any] = {"w": torch.zeros(2), "step": 0}
     epload.load_state(state, link, progress=False)
     assert (state["w"].tolist(), state["step"]) == ([1, 1], 1)
+
+
+@on_ranks(2)
+def test_a_dict_on_the_rank_that_reads(rank: int) -> None:
+    full = {"w": torch.arange(4.0), "step": 3}
+    state: dict[str, Any] = {"w": torch.zeros(4), "step": 0}
+    epload.load_state(state, full if rank == 0 else None, progress=False)
+    assert torch.equal(state["w"], full["w"])
+    assert state["step"] == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -281,3 +282,13 @@ def test_a_stage_of_a_pipeline_that_lacks_what_its_head_is_tied_to() -> None:
     assert torch.equal(assemble(ties, {"embed": value}, {"head": (3, 2)})["head"], value)
     both = {"embed": value, "head": value + 1}  # whose values may differ
     assert torch.equal(assemble(ties, both, {"head": (3, 2)})["head"], value + 1)
+
+
+def test_rules_that_match_nothing_beside_others_are_warned_of() -> None:
+    """A misspelled rule leaves a square weight as it is."""
+    model = nn.Linear(2, 2, bias=False)
+    mapping = Mapping(renames=(Rename("^old$", "weight"), Rename("wieght", "bias")))
+    report = load(model, {"old": torch.ones(2, 2)}, mapping=mapping, progress=False)
+    assert report.warnings == ["rules match no key of the checkpoint: 'wieght'; there are old"]
+    report = load(model, {"old": torch.ones(2, 2)}, mapping=replace(mapping, required=False), progress=False)
+    assert report.warnings == []

@@ -373,3 +373,16 @@ def test_devices(rank: int, semantics: str, tmp_path: Path) -> None:
     epload.save(Trainer().to(DEVICE), tmp_path / "y", mapping=Quantize(config))
     for name in ("x", "y"):
         assert_same(load_file(tmp_path / name / "model.safetensors"), wanted)
+
+
+@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
+def test_the_name_of_one_module_is_no_list(key: str) -> None:
+    with pytest.raises(ValueError, match=r"expected a list of the modules that are not quantized .*got 'lm_head'"):
+        Quantize({"quant_method": "fp8", "weight_block_size": [128, 128], key: "lm_head"})
+
+
+def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    state = {"a.weight": torch.ones(4, 4, dtype=torch.bfloat16)}
+    rule = Quantize(weights=("a.weight", "zzz"))
+    with pytest.raises(ValueError, match=r"'zzz', a pattern of the weights to quantize, matches no tensor; there are a\.weight"):
+        epload.convert(state, tmp_path / "c", quantize=rule)

@@ -240,8 +240,8 @@ def _check_shared(names: Sequence[str], holdings: Holdings, memory: Sequence[obj
     for number, local_tensors in enumerate(holdings.targets if memory else ()):
         for local in local_tensors:
             own[memory[local]].add(number)
-    for place, numbers in own.items():
-        if other := numbers ^ filled.setdefault(place, numbers):
+    for address, numbers in own.items():
+        if other := numbers ^ filled.setdefault(address, numbers):
             raise ModelMismatch(
                 f"the sender has {list_keys(sorted(names[i] for i in other | numbers))}, whose values may differ, but a model "
                 "and its draft have one tensor for them; tie them in the sender's model, or give the draft its own"
