@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 import epload
 from epload import CheckpointError, LoadError, Mapping, ModelMismatch, Pieces
 from epload.model import materialize
+from epload.model.dtensor import local_tensors
 from epload.model.memory import is_poisoned, poison
 from support.checks import full_values, local_of
 from support.failures import Filling
@@ -82,6 +83,17 @@ def test_a_retry_after_memory_ran_out_initializes_what_the_first_load_was_to(ran
     local_of(model.score.weight.detach()).numpy().fill(POISON)
     assert "score.weight" in load(model, body).initialized
     assert not (model.score.weight == POISON).any()
+
+
+@on_ranks(2)
+def test_what_a_caller_has_written_to_local_tensors_after_the_failure_is_a_value(rank: int) -> None:
+    model = on_meta(Two)
+    fully_shard(model)
+    fail(model, A | WRITTEN)
+    for tensor in local_tensors(list(model.parameters())):  # as a receiver's commit does
+        tensor.fill_(3)
+    assert load(model, A).missing_keys == ["written.weight"]
+    assert bool((local_of(model.written.weight) == 3).all())
 
 
 class Buffered(nn.Linear):

@@ -184,6 +184,11 @@ def test_a_model_that_is_sharded_after_the_load_has_the_same_outer_shards(rank: 
     expected, state = load_file(tmp_path / "fused.safetensors"), model.state_dict()
     epload.save(model, tmp_path / "saved", topology=loader(2).topology)
     assert_same(load_file(tmp_path / "saved/model.safetensors"), expected)
+    model.experts.tp_size = 2  # its other tensors are whole
+    model.experts.bias = nn.Parameter(torch.ones(3))
+    epload.save(model, tmp_path / "layer", topology=loader(2).topology)
+    assert load_file(tmp_path / "layer/model.safetensors")["experts.bias"].tolist() == [1, 1, 1]
+    del model.experts.bias
     model.experts.unshard()  # as a forward pass does
     epload.save(state, tmp_path / "state", topology=loader(2).topology)
     assert_same(load_file(tmp_path / "state/model.safetensors"), expected)

@@ -17,7 +17,7 @@ from epload.errors import LoadError, ModelMismatch
 from epload.loading.hints import unfilled_error
 from epload.loading.inputs import LocalInputs
 from epload.loading.request import Request
-from epload.model.dtensor import local_tensors
+from epload.model.dtensor import local_tensors, with_memory
 from epload.model.initialization import (
     Attributes,
     init_missing_calls,
@@ -71,7 +71,8 @@ def _is_unfinished(tensor: Tensor) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    """Returns a number that grows with each write that torch knows of, also with one to a DTensor's local tensor."""
+    return sum(0 if part.is_inference() else part._version for part in (tensor, with_memory(tensor)))
 
 
 def check_held(targets: Targets, only: Collection[tuple[str, str]]) -> None:

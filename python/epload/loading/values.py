@@ -27,7 +27,7 @@ def agree_on_values(
 
     def read() -> tuple[FlatState, Any, tuple[list[str], dict[str, str]]]:
         flat, source, raw = FlatState(state), checkpoint, dict[str, bytes]()
-        if isinstance(checkpoint, str | os.PathLike) and os.path.exists(checkpoint):
+        if isinstance(checkpoint, str | os.PathLike) and os.path.isdir(checkpoint):
             source = os.path.realpath(checkpoint)  # a link may lead elsewhere when the tensors are read
         if isinstance(checkpoint, Mapping):
             source_state = FlatState(checkpoint)

@@ -174,7 +174,7 @@ def rename_keys(mapping: Mapping, names: Sequence[str]) -> tuple[list[str], list
     renamed, unused = list(names), []
     for rename in mapping.renames:
         before, renamed = renamed, rename.apply(renamed)
-        if renamed == before:
+        if renamed == before and (rename.function is not None or not any(map(re.compile(rename.source).search, before))):
             unused.append(rename.source)
     for convert in mapping.converts:
         unused += [source for source in convert.sources if not any(map(re.compile(source).search, renamed))]

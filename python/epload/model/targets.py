@@ -6,7 +6,7 @@ Collecting them changes nothing in the model, except that FSDP2 modules are put 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -203,7 +203,7 @@ def collect(
     with_memory = {id(tensor): dtensor.with_memory(tensor) for _, tensor in entries}
     overlap = _may_overlap(with_memory.values())
     shards = loaded_shards() if loaded else {}
-    divided = {} if filled or isinstance(model, MegatronChunks) else _divided(modules)
+    divided = {} if filled or isinstance(model, MegatronChunks) else _divided(modules, expert_parallel, shards)
     layouts: dict[tuple[object, ...], int] = {}
     """Layout numbers, by what layouts depend on."""
     for name, tensor in entries:
@@ -307,15 +307,17 @@ def _check_whole(name: str, tensor: Tensor, layer: str) -> None:
         raise ModelMismatch(f"{name} is marked as {_PART}")
 
 
-def _divided(modules: Modules) -> dict[int, str]:
+def _divided(modules: Modules, parts: Parts, shards: Mapping[object, OuterShard | None]) -> dict[int, str]:
     """Returns descriptions of layers that say how many ranks divide their plain tensors, as those of TransformerEngine and of
-    inference engines do, by the ids of these."""
+    inference engines do, by the ids of these; of none that has an outer shard, whose other tensors are whole."""
     divided = dict[int, str]()
-    for _, module in modules.named:
+    for prefix, module in modules.named:
         sizes = [size for name in ("tp_size", "ep_size") if type(size := vars(module).get(name)) is int]
         if (ranks := max(sizes, default=1)) > 1:
-            tensors = [tensor for tensor in module._parameters.values() if tensor is not None and not isinstance(tensor, DTensor)]
-            divided |= {id(tensor): f"in a {type(module).__name__} of {ranks} ranks" for tensor in tensors}
+            own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+            if not any(outer_shard(parts, prefix + name) or loaded_as(name, t, shards) for name, t in own.items()):
+                plain = [tensor for tensor in own.values() if not isinstance(tensor, DTensor)]
+                divided |= {id(tensor): f"in a {type(module).__name__} of {ranks} ranks" for tensor in plain}
     return divided
 
 

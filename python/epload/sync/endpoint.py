@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from datetime import timedelta
 from typing import Any, Literal, Self, get_args
 
@@ -87,10 +88,11 @@ class Endpoint:
         self.close()
 
 
-def check_version(version: object) -> None:
-    """Raises TypeError unless a version is a number that can be sent."""
-    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 63:
+def as_version(version: Any) -> int:
+    """Returns a version as an int, also of numpy's. Raises TypeError unless it is a number that can be sent."""
+    if isinstance(version, bool) or not hasattr(version, "__index__") or not 0 <= operator.index(version) < 1 << 63:
         raise TypeError(f"expected version to be an int of at least 0, got {version!r}")
+    return int(version)
 
 
 def check_choice(name: str, value: object, literal: Any) -> None:

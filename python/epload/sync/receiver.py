@@ -27,7 +27,7 @@ from epload.planning.holdings import Holdings, full_holdings
 from epload.ranks.topology import Topology
 from epload.sync.arrival import Arrival
 from epload.sync.devices import DeviceAccess, accelerator_of
-from epload.sync.endpoint import Endpoint, Stages, check_choice, check_version
+from epload.sync.endpoint import Endpoint, Stages, as_version, check_choice
 from epload.sync.generation import Generation
 from epload.sync.handing_on import TIMEOUT, Holder, Joining
 from epload.sync.joining import JoinMessage
@@ -164,7 +164,7 @@ class WeightReceiver(Endpoint):
         """
         self._check_open()
         if version is not None:
-            check_version(version)
+            version = as_version(version)
         began, until = perf_counter(), time.monotonic() + self._timeout.total_seconds()
         if not self._receiving.acquire(blocking=False):
             raise ValueError("expected one call of receive_weights() at a time; another thread is in it")

@@ -27,7 +27,7 @@ from epload.ranks.contents import publish
 from epload.ranks.membership import local_network
 from epload.ranks.single_flight import Call, add_to_background, exclusive, preparing_call, wait_for_background
 from epload.ranks.topology import Topology, as_topology
-from epload.sync.endpoint import Deltas, Endpoint, Snapshots, Transports, check_choice, check_version
+from epload.sync.endpoint import Deltas, Endpoint, Snapshots, Transports, as_version, check_choice
 from epload.sync.generation import Generation
 from epload.sync.handing_on import Offer, Offers
 from epload.sync.joining import JoinMessage
@@ -197,7 +197,7 @@ class WeightSender(Endpoint):
         began = perf_counter()
         report = SyncReport(version=version, verify=self._verify)
         with report.timed("plan"), garbage_collection.paused(), preparing_call(self.topology):
-            check_version(version)
+            report.version = version = as_version(version)
             if self._version is not None and version <= self._version:
                 raise ValueError(f"expected version to be greater than {self._version}, the last one sent, got {version}")
             if not wait and self._snapshot != "host":
