@@ -124,7 +124,7 @@ def _check_arguments(
             raise ValueError(
                 f"tensor {i} has elements that share memory, and cannot hold what it receives; pass one that is not expanded"
             )
-    if not isinstance(bucket_bytes, int) or not isinstance(algorithm, str) or not isinstance(stream, torch.Stream | None):
+    if not isinstance(bucket_bytes, int) or not isinstance(algorithm, str) or not (stream is None or hasattr(stream, "device")):
         raise TypeError(
             "expected bucket_bytes to be an int, algorithm a str and stream a torch.Stream, got "
             f"{bucket_bytes!r}, {algorithm!r} and {stream!r}"
