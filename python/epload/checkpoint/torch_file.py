@@ -11,7 +11,7 @@ import struct
 import zipfile
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from epload.checkpoint.byte_store import StoredFile, in_threads
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
+from epload.checkpoint.pickles import Suspicious, read_pickle
 from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
 from epload.core import dtypes
 from epload.errors import CheckpointError
@@ -26,8 +27,36 @@ from epload.errors import CheckpointError
 WRAPPERS = ("state_dict", "model")
 """Keys under which a file may store the state dict, next to an optimizer's state, a step count and the like."""
 _ZIP = b"PK\x03\x04"
+_MAX_LEGACY_BYTES = 100_000_000
+"""Limit of the pickles at the beginning of a file of the format before torch 1.6."""
 _MAX_PICKLE_BYTES = 1_000_000_000
-"""Limit of a pickle that is part of a file's digest."""
+"""Limit of a pickle that torch loads: one that is compressed may claim any size."""
+_MAX_RATIO = 16
+"""Limit of the bytes that a compressed archive takes, above a pickle, over those of the file."""
+_LEGACY_PICKLES = 5
+"""Number of pickles that a file of the format before torch 1.6 begins with."""
+
+
+def check_pickles(stream: BinaryIO) -> None:
+    """Checks the pickles in a file, before ``torch.load`` runs them. ``stream``: at the beginning, where it is again afterwards.
+    Raises Suspicious, or RuntimeError if torch cannot read the archive."""
+    is_archive = stream.read(4) == _ZIP
+    stream.seek(0)
+    if is_archive:
+        with zipfile.ZipFile(stream) as archive:
+            nbytes = max((e.file_size for e in archive.infolist() if e.filename.endswith("data.pkl")), default=0)
+            unpacked = sum(e.file_size for e in archive.infolist() if not _is_stored(e))
+        if nbytes > _MAX_PICKLE_BYTES:
+            raise Suspicious(f"its pickle has {nbytes} bytes, expected at most {_MAX_PICKLE_BYTES}")
+        if unpacked > (most := _MAX_PICKLE_BYTES + _MAX_RATIO * stream.seek(0, os.SEEK_END)):
+            raise Suspicious(f"it unpacks to {unpacked} bytes, expected at most {most}")
+        stream.seek(0)
+        read_pickle(torch._C.PyTorchFileReader(stream).get_record("data.pkl"))  # the same pickle as torch.load finds
+    else:
+        raw, end = stream.read(_MAX_LEGACY_BYTES), 0
+        for _ in range(_LEGACY_PICKLES):
+            _, end = read_pickle(raw, end)
+    stream.seek(0)
 
 
 def read(opened: OpenFiles) -> FileCheckpoint | StateDictCheckpoint:
@@ -67,6 +96,7 @@ def locate_tensor(file: StoredFile) -> StoredTensor:
 
 def _load_on_meta(file: StoredFile) -> Any:
     with file.stream() as stream:
+        check_pickles(stream)
         return torch.load(stream, map_location="meta", weights_only=True)
 
 
@@ -111,6 +141,7 @@ def _load(file: StoredFile) -> Any:
         # torch would take the bytes of compressed members as they are.
         path = file.mapping_path if (entries := _entries(file)) and all(map(_is_stored, entries)) else None
         with file.stream() as stream:
+            check_pickles(stream)
             source = os.fspath(path) if path is not None else stream
             return torch.load(source, map_location="cpu", mmap=path is not None, weights_only=True)
     except (CheckpointError, OSError):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.opening import read_objects
+from epload.checkpoint.torch_file import check_pickles
 from epload.core.attempt import Attempt
 from epload.errors import CheckpointError, ModelMismatch, message_of
 from epload.model.flat_state import FlatState
@@ -77,6 +78,7 @@ def _saved(value: Any) -> bytes:
 def _value(name: str, content: str) -> Any:
     try:
         stream = io.BytesIO(base64.b64decode(content))
+        check_pickles(stream)
         value = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
