@@ -300,7 +300,7 @@ def others(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def peer_rows(file: str, device: torch.device, limit: float) -> Iterator[Row]:
-    """What takes long is not done twice to warm up."""
+    """Yields a row for each other loader. One that takes long is not run twice to warm up."""
     nbytes = os.path.getsize(file)
     loaders: dict[str, tuple[str, Callable[[str, torch.device], object]]] = {
         "InstantTensor, mmap": ("instanttensor", _instanttensor),

@@ -72,7 +72,7 @@ def plan_job(
         targets = collect(model, own_names=isinstance(rules, Mapping))
         dtypes = Attempt(lambda: set_dtypes(model, Modules(model), targets, None))
         mapping = resolve_mapping(rules, model, targets.index, manifest.names)
-        targets.check_filled(mapping.only if rules == "auto" else ())
+        targets.check_filled(rules, mapping.only)
         manifest = with_quantization_of(model, manifest)
         unfilled, mixed = _unfilled(model, targets, resets), str(dtypes.failure or "")
         targets_of = {rank: as_seen_by(targets, sizes, rank) for rank in ranks}

@@ -66,7 +66,8 @@ class Agreement:
         draft = drafted.value
         compare_tied(self._control, self._options.src, inputs, draft.manifest, plan.tied_pairs)
         warn_of_broken_ties(draft.mapping, inputs.targets, draft.manifest, report)
-        report.warnings += find_unused(request.mapping, draft.manifest.names)
+        if inputs.modules is not None:  # else the model is as in the load before, which has warned
+            report.warnings += find_unused(request.mapping, draft.manifest.names)
         missing_keys, mismatched_keys = unfilled_anywhere(self._control, inputs, plan)
         missing = compute_missing(
             self._control, request, inputs, plan, [*missing_keys, *mismatched_keys], holders, opening.meta, opening.seed
@@ -206,7 +207,7 @@ class Agreement:
         """``source``: the source's manifest."""
         manifest = self.inputs.join(inputs, request.checkpoint, source)
         mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names, manifest.shapes)
-        inputs.targets.check_filled(mapping.only if request.mapping == "auto" else ())
+        inputs.targets.check_filled(request.mapping, mapping.only)
         check_held(inputs.targets, mapping.only)
         manifest = with_quantization_of(request.model, manifest)
         readers = self._options.readers

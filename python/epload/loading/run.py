@@ -37,9 +37,8 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
     wait_for_copies(load.inputs.targets.tensors)
     with finishing(request.model, load.inputs.targets, load.missing):
         _run(resources, request, load, report, show_progress)
-    written = (
-        load.inputs.targets.tensors
-    )  # autograd finds writes to a DTensor by its own version, not by that of its local tensor
+    # Autograd finds writes to a DTensor by its own version, not by that of its local tensor.
+    written = load.inputs.targets.tensors
     torch.autograd.graph.increment_version([t for t in written if isinstance(t, DTensor) and not t.is_inference()])
     forget_casts(request.model)
 

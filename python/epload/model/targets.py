@@ -105,9 +105,10 @@ class Targets:
         expected = {self.index[name] for _, name in only} or range(len(self.names))
         return [self.names[i] for i in sorted({*expected} - filled) if 0 not in self.shape(i)]
 
-    def check_filled(self, only: Collection[object]) -> None:
-        """Raises ModelMismatch if a load cannot fill all of the model, unless it is for tensors ``only``, as of an adapter."""
-        if self.refusal is not None and not only:
+    def check_filled(self, mapping: object, only: Collection[object]) -> None:
+        """Raises ModelMismatch if a load cannot fill all of the model, unless it is for the tensors of an adapter ``only``, as
+        the library's rules say (``mapping="auto"``), which fill no others."""
+        if self.refusal is not None and not (mapping == "auto" and only):
             raise self.refusal
 
     def local(self) -> list[Tensor]:

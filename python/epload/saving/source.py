@@ -68,7 +68,8 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
     """
     reader = ModelReader(model, own_names=isinstance(mapping, Mapping))
     targets = reader.read()
-    if not isinstance(mapping, Mapping) and names_from is None and not isinstance(model, MegatronChunks):
+    has_ties = len(targets.index) > len(targets.names) and not isinstance(model, MegatronChunks)
+    if has_ties and not isinstance(mapping, Mapping) and names_from is None:
         added = names_added_by_adapters(model, targets.index)
         check_declared_ties(model, {name: number for name, number in targets.index.items() if name not in added})
     manifest, placed, shapes, rules = catalog(model, targets, mapping, names_from)

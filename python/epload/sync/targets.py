@@ -109,7 +109,7 @@ class ModelTarget(Target):
     def holdings(self, manifest: Manifest) -> Holdings:
         targets = self._reader.read()
         mapping = resolve_mapping(self._mapping, self._model, targets.index, manifest.names)
-        targets.check_filled(mapping.only if self._mapping == "auto" else ())
+        targets.check_filled(self._mapping, mapping.only)
         self._check_scope(mapping)
         if self.scope.left_out:
             mapping = replace(mapping, required=False)  # its rules may be for tensors that are not sent
