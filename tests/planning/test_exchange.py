@@ -161,6 +161,24 @@ def test_every_rank_gets_its_elements(seed: int) -> None:
     check_case(seed)
 
 
+def test_a_replica_on_the_machine_is_copied_and_no_part_comes_from_others() -> None:
+    """A trainer of HSDP: four machines, each with all of the model in two shards, and an engine."""
+    shape = (4096, 4096)
+    tensors = Manifest(tuple(f"w{i}" for i in range(4)), (shape,) * 4, (torch.float32,) * 4, "the trainer")
+    layouts = [Layout(shape, (4, 2), (None, Sharded(0)))] * 4
+    holdings = [holdings_of(layouts, at, tensors, torch.float32) for at in product(range(4), range(2))]
+    holdings += [holdings_of([Layout(shape, (), ())] * 4, (), tensors, torch.float32)] * 4
+    members = Members(tuple((2 * i, 2 * i + 1) for i in range(4)), tuple((8 + i,) for i in range(4)))
+    reach = {i: (2 * i, 2 * i + 1) for i in range(4)}
+    plans = [
+        plan_exchange(tensors, members, dict(enumerate(holdings)), rank, holdings[rank], 1 << 26, reach=reach)
+        for rank in range(12)
+    ]
+    assert len({plan.fingerprint for plan in plans}) == 1
+    assert [sum(bucket.nbytes for bucket in plan.buckets) for plan in plans] == [0] * 12
+    assert [plan.pulls is not None for plan in plans] == [False] * 8 + [True] * 4
+
+
 def test_what_nobody_has_and_dtypes_that_do_not_convert_are_named() -> None:
     shapes, half = ((8, 2),), Layout((8, 2), (2,), (Sharded(0),))
     for dtype, text in (
