@@ -1,6 +1,7 @@
 // The Python module epload._C: functions of integers and Python objects, which need no tensors. It links no torch, so
 // that it can be imported before the native library is loaded, to find out for which torch that was built.
 #include "bucket_plan.h"
+#include "pickles.h"
 #include "schedule.h"
 
 #include <pybind11/pybind11.h>
@@ -10,9 +11,11 @@
 #include <array>
 #include <cstring>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -97,6 +100,13 @@ std::vector<Step> wave_steps(
   return steps;
 }
 
+std::size_t check_pickle(
+    const py::bytes& pickle, std::size_t begin, const std::optional<std::unordered_set<std::string>>& allowed) {
+  const auto raw = static_cast<std::string_view>(pickle);
+  const py::gil_scoped_release release;
+  return epload::check_pickle(raw, begin, allowed ? &*allowed : nullptr);
+}
+
 } // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -111,4 +121,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("leaders", &epload::leaders);   // nodes, src
   m.def("rails", &epload::rails);       // nodes
   m.def("wave_steps", &wave_steps);     // nodes, src, rank, algorithm, shared, crosses, buckets, alignment
+  m.def("check_pickle", &check_pickle); // pickle, begin, allowed
 }

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 torch_version: str
 version: str
@@ -23,3 +23,4 @@ def wave_steps(
     buckets: Sequence[tuple[int, int, int]],
     alignment: int,
 ) -> list[tuple[int, int, int, int, int, int]]: ...
+def check_pickle(pickle: bytes, begin: int, allowed: Set[str] | None) -> int: ...

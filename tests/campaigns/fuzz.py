@@ -48,7 +48,7 @@ def afl(until: float) -> int:
         program = Path(folder) / "fuzz"
         subprocess.run([CPP / "build.sh", sys.executable, program, "fuzz.cpp"], check=True, env=environment)
         runs = {}
-        for case in ("copy_table", "planner", "changes"):
+        for case in ("copy_table", "planner", "changes", "pickles"):
             limits = ["-V", str(max(10, int(until - time.monotonic()))), "-m", "none"]
             paths = ["-i", CPP / "corpus" / case, "-o", Path(folder) / case, "--", program, case]
             runs[case] = subprocess.Popen(["afl-fuzz", *limits, *paths], env=environment, stdout=subprocess.DEVNULL)

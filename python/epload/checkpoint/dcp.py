@@ -5,6 +5,8 @@ The ``.metadata`` file is a pickle. It is not trusted: nothing that it names is 
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -20,10 +22,10 @@ from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.file_sets import DCP, DCP_ROOT
 from epload.checkpoint.index import Index, is_plain
 from epload.checkpoint.open_files import OpenFiles, StoredTensor
-from epload.checkpoint.pickles import PickledCall, read_pickle
-from epload.core import dtypes
+from epload.core import dtypes, garbage_collection
 from epload.core.placement import Box
 from epload.errors import CheckpointError
+from epload.native.extension import _C
 from epload.observe.render import list_first
 
 _MAX_BYTES = 2_000_000_000
@@ -74,7 +76,9 @@ class DcpIndex(Index):
     def metadata(self) -> DcpMetadata:
         """Raises CheckpointError, if the file is malformed or names what no such file has to."""
         try:
-            return _parse(read_pickle(self.raw, allowed=_NAMES)[0])
+            with garbage_collection.paused():
+                _C.check_pickle(self.raw, 0, _NAMES)
+                return _parse(_Unpickler(io.BytesIO(self.raw)).load())
         except Exception as error:
             raise CheckpointError(
                 f"{self.file}: not the metadata of a DCP checkpoint ({type(error).__name__}: {str(error)[:200]}); save it again"
@@ -124,58 +128,59 @@ def read(opened: OpenFiles) -> FileCheckpoint:
 # ---- the metadata ----
 
 
+class _Record:
+    """An object of a class that the metadata names: its attributes, and nothing else of the class."""
+
+    def __init__(self, *_: Any) -> None:
+        pass  # as of an enum or a path, which nothing needs
+
+
+class _Properties(_Record):
+    """The properties of a tensor, of which the dtype is needed."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds records where a pickle names classes and functions. The pickle has been checked."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "TensorProperties":
+            return _Properties
+        full = f"{module} {name}"
+        return tuple if full == "torch Size" else _DTYPES.get(full, _Record)
+
+
 def _parse(root: Any) -> DcpMetadata:
     """Raises any exception."""
-    metadata = _fields(root)
     parsed = DcpMetadata({}, [], {}, {})
-    for name, entry in _pairs(metadata["state_dict_metadata"]):
+    for name, entry in root.state_dict_metadata.items():
         if not isinstance(name, str):
             raise TypeError(f"expected names to be strings, got {brief(name)}")
-        fields = _fields(entry)
-        if "chunks" not in fields:
+        if not hasattr(entry, "chunks"):
             parsed.others.append(name)
             continue
-        state = fields["properties"][-1]  # a tuple, whose first part is the dtype, or a dict
-        dtype = _DTYPES.get(state[0] if isinstance(state, tuple) else dict(_pairs(state))["dtype"])
-        if dtype is None:
+        if not isinstance(dtype := entry.properties.dtype, torch.dtype):
             raise ValueError(f"{name} has no dtype that epload knows")
-        chunks = map(_fields, fields["chunks"])
-        boxes = [(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
-        parsed.tensors[name] = dtype, _size(fields["size"]), boxes
-    for index, info in _pairs(metadata["storage_data"] or []):
-        place, fields = _fields(index), _fields(info)
-        if transforms := fields.get("transform_descriptors"):
-            raise ValueError(f"{place['fqn']} was saved through an extension ({brief(transforms)}), such as compression")
-        file, offset = fields["relative_path"], place.get("offset")
-        if not is_plain(file):
-            raise ValueError(f"expected a plain file name in the checkpoint's own folder, got {brief(file)}")
-        begin, length = _integers((fields["offset"], fields["length"]))
-        parsed.items[str(place["fqn"]), None if offset is None else _size(offset)] = file, begin, length
-    planned = metadata["planner_data"] if isinstance(metadata["planner_data"], list) else []
-    for name, path in _pairs(planned):
+        boxes = [(_integers(chunk.offsets), _integers(chunk.sizes)) for chunk in entry.chunks]
+        parsed.tensors[name] = dtype, _integers(entry.size), boxes
+    for index, info in (root.storage_data or {}).items():
+        if transforms := getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{index.fqn} was saved through an extension ({brief(transforms)}), such as compression")
+        if not is_plain(info.relative_path):
+            raise ValueError(f"expected a plain file name in the checkpoint's own folder, got {brief(info.relative_path)}")
+        offset = getattr(index, "offset", None)
+        begin, length = _integers((info.offset, info.length))
+        parsed.items[str(index.fqn), None if offset is None else _integers(offset)] = info.relative_path, begin, length
+    planned = root.planner_data if isinstance(root.planner_data, dict) else {}
+    for name, path in planned.items():
         if path and isinstance(path, tuple):
             parsed.paths[str(name)] = tuple(key if type(key) is int else str(key) for key in path)
     return parsed
 
 
-def _pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields the keys and values of a pickled dict."""
-    return zip(values[::2], values[1::2], strict=True)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """Returns the attributes of a pickled object of a dataclass."""
-    if not isinstance(value, PickledCall):
-        raise TypeError(f"expected an object with attributes, got {brief(value)}")
-    return {str(key): part for key, part in _pairs(value[-1])} if value else {}
-
-
-def _size(value: Any) -> tuple[int, ...]:
-    """Returns a pickled ``torch.Size``, whose argument is a tuple, or the plain tuple that Megatron-FSDP writes."""
-    return _integers(value[0] if value and isinstance(value[0], tuple) else value)
-
-
-def _integers(values: Any = ()) -> tuple[int, ...]:
+def _integers(values: tuple[int, ...]) -> tuple[int, ...]:
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in values):
         raise ValueError(f"expected non-negative integers, got {brief(values)}")
     return tuple(values)

@@ -19,10 +19,10 @@ from torch import Tensor
 from epload.checkpoint.byte_store import StoredFile, in_threads
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
-from epload.checkpoint.pickles import Suspicious, read_pickle
 from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
 from epload.core import dtypes
 from epload.errors import CheckpointError
+from epload.native.extension import _C
 
 WRAPPERS = ("state_dict", "model")
 """Keys under which a file may store the state dict, next to an optimizer's state, a step count and the like."""
@@ -39,7 +39,7 @@ _LEGACY_PICKLES = 5
 
 def check_pickles(stream: BinaryIO) -> None:
     """Checks the pickles in a file, before ``torch.load`` runs them. ``stream``: at the beginning, where it is again afterwards.
-    Raises Suspicious, or RuntimeError if torch cannot read the archive."""
+    Raises ValueError, or RuntimeError if torch cannot read the archive."""
     is_archive = stream.read(4) == _ZIP
     stream.seek(0)
     if is_archive:
@@ -47,15 +47,16 @@ def check_pickles(stream: BinaryIO) -> None:
             nbytes = max((e.file_size for e in archive.infolist() if e.filename.endswith("data.pkl")), default=0)
             unpacked = sum(e.file_size for e in archive.infolist() if not _is_stored(e))
         if nbytes > _MAX_PICKLE_BYTES:
-            raise Suspicious(f"its pickle has {nbytes} bytes, expected at most {_MAX_PICKLE_BYTES}")
+            raise ValueError(f"its pickle has {nbytes} bytes, expected at most {_MAX_PICKLE_BYTES}")
         if unpacked > (most := _MAX_PICKLE_BYTES + _MAX_RATIO * stream.seek(0, os.SEEK_END)):
-            raise Suspicious(f"it unpacks to {unpacked} bytes, expected at most {most}")
+            raise ValueError(f"it unpacks to {unpacked} bytes, expected at most {most}")
         stream.seek(0)
-        read_pickle(torch._C.PyTorchFileReader(stream).get_record("data.pkl"))  # the same pickle as torch.load finds
+        pickled = torch._C.PyTorchFileReader(stream).get_record("data.pkl")  # the same as torch.load finds
+        _C.check_pickle(pickled, 0, None)
     else:
         raw, end = stream.read(_MAX_LEGACY_BYTES), 0
         for _ in range(_LEGACY_PICKLES):
-            _, end = read_pickle(raw, end)
+            end = _C.check_pickle(raw, end, None)
     stream.seek(0)
 
 

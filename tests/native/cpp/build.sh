@@ -8,7 +8,7 @@ csrc=$here/../../../csrc
 torch=$("$python" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
 mkdir -p "$(dirname "$output")"
 sources=("$csrc"/cpu/*.cpp "$csrc"/device/{crossing,pinned,pipe}.cpp "$csrc"/comm/board.cpp
-  "$csrc"/{bucket_plan,changes,copy_table,digest,region_copy,schedule,strided,tensor_memory}.cpp
+  "$csrc"/{bucket_plan,changes,copy_table,digest,pickles,region_copy,schedule,strided,tensor_memory}.cpp
   "$here/cases.cpp" "$here/$main")
 unit=$(mktemp --suffix=.cpp)
 trap 'rm -f "$unit"' EXIT

@@ -4,6 +4,7 @@
 #include "../../../csrc/changes.h"
 #include "../../../csrc/device/crossing.h"
 #include "../../../csrc/digest.h"
+#include "../../../csrc/pickles.h"
 #include "../../../csrc/region_copy.h"
 
 #include <ATen/ops/empty.h>
@@ -235,5 +236,21 @@ void changes_case(const uint8_t* data, size_t size) {
     require(changes < 0, "what was checked is not refused");
     const auto* const memory = base_memory.get();
     require(std::all_of(memory, memory + nbytes, [](uint8_t byte) { return byte == 0x11; }), "nothing by halves");
+  }
+}
+
+void pickles_case(const uint8_t* data, size_t size) {
+  static constexpr char kOpcodes[] = "NK\1)(t\x85\x86]}aesubq\0h\0h\1\x94Q(h\2h\2t.";
+  const std::string raw(reinterpret_cast<const char*>(data), size);
+  auto program = raw; // of opcodes that do something, as hardly any of random bytes do
+  for (auto& byte : program) {
+    byte = kOpcodes[static_cast<unsigned char>(byte) % (sizeof(kOpcodes) - 1)];
+  }
+  for (const auto& pickle : {raw, program}) {
+    try {
+      require(epload::check_pickle(pickle, 0, nullptr) <= pickle.size(), "it ends inside its bytes");
+    } catch (const std::invalid_argument&) {
+      // refused
+    }
   }
 }

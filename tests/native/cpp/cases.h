@@ -16,6 +16,9 @@ void planner_case(const uint8_t* data, size_t size);
 // Encoded changes: refused, with the buffer as it was, or applied inside it.
 void changes_case(const uint8_t* data, size_t size);
 
+// A pickle: refused, or it ends inside its bytes.
+void pickles_case(const uint8_t* data, size_t size);
+
 // Ends the program unless it holds.
 inline void require(bool holds, const char* what) {
   if (!holds) {

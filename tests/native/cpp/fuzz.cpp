@@ -1,4 +1,4 @@
-// For AFL++: `fuzz copy_table`, `fuzz planner` or `fuzz changes` runs one case on what it reads from standard input.
+// For AFL++: `fuzz copy_table` and the like runs one case on what it reads from standard input.
 #include "cases.h"
 
 #include <cstdio>
@@ -12,10 +12,10 @@
 
 int main(int argc, char** argv) {
   const std::map<std::string, void (*)(const uint8_t*, size_t)> cases{
-      {"copy_table", copy_table_case}, {"planner", planner_case}, {"changes", changes_case}};
+      {"copy_table", copy_table_case}, {"planner", planner_case}, {"changes", changes_case}, {"pickles", pickles_case}};
   const auto found = argc == 2 ? cases.find(argv[1]) : cases.end();
   if (found == cases.end()) {
-    std::fprintf(stderr, "usage: fuzz copy_table|planner|changes < input\n");
+    std::fprintf(stderr, "usage: fuzz copy_table|planner|changes|pickles < input\n");
     return 2;
   }
   const auto run = found->second;

@@ -153,13 +153,15 @@ int main(int argc, char** argv) {
   const auto tables = replay(copy_table_case, corpus / "copy_table");
   const auto plans = replay(planner_case, corpus / "planner");
   const auto changes = replay(changes_case, corpus / "changes");
+  const auto pickles = replay(pickles_case, corpus / "pickles");
   random_bytes(copy_table_case, random, count);
   random_bytes(planner_case, random, count);
   random_bytes(changes_case, random, count);
+  random_bytes(pickles_case, random, count);
   handing_over();
   failing();
   several_threads();
   cold_file();
-  const auto replayed = tables + plans + changes;
-  std::printf("%zu inputs of the corpus and 3 x %d random ones (seed %u): fine\n", replayed, count, seed);
+  const auto replayed = tables + plans + changes + pickles;
+  std::printf("%zu inputs of the corpus and 4 x %d random ones (seed %u): fine\n", replayed, count, seed);
 }
