@@ -112,6 +112,11 @@ def make_error(kind: str, message: str) -> Exception:
     return _BY_NAME.get(kind, LoadError)(message)
 
 
+def for_both_jobs(failure: Exception | None) -> Exception | None:
+    """Returns an error that says to another job, too, that a version has failed, and not that its own call was wrong."""
+    return LoadError(str(failure)) if isinstance(failure, ValueError | TypeError) else failure
+
+
 # ---- credentials ----
 
 _MALFORMED = "a malformed URL"

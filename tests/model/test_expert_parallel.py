@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,8 +140,7 @@ def save_and_send(rank: int, meeting: jobs.Meeting, folder: Path, plans: bool) -
     runs.load(planned(model, on["ep"]) if plans else model, folder / "fused.safetensors", **options)
     wrapped: Any = torch.compile(model)
     epload.save(wrapped, folder / "saved", topology=runs.topology)
-    if not plans:
-        epload.save(nn.ModuleDict({"text": model}), folder / "outer", topology=runs.topology)
+    epload.save(nn.ModuleDict({"text": model}), folder / "outer", topology=runs.topology)
     model.cpu()  # gives DTensors other objects
     epload.save(model.experts, folder / "inner", topology=runs.topology)
     epload.save(model.state_dict(), folder / "state", topology=runs.topology)
@@ -157,8 +157,8 @@ def receive(rank: int, meeting: jobs.Meeting, folder: Path) -> None:
     assert_same(load_file(folder / "saved/model.safetensors"), expected)
     assert_same(load_file(folder / "state/model.safetensors"), expected)
     assert_same(load_file(folder / "inner/model.safetensors"), {"gate_up": expected["experts.gate_up"]})
-    if (outer := folder / "outer/model.safetensors").exists():
-        assert_same({name.removeprefix("text."): tensor for name, tensor in load_file(outer).items()}, expected)
+    outer = load_file(folder / "outer/model.safetensors")
+    assert_same({name.removeprefix("text."): tensor for name, tensor in outer.items()}, expected)
 
 
 @pytest.mark.parametrize("plans", [False, True])
@@ -192,6 +192,39 @@ def test_a_model_that_is_sharded_after_the_load_has_the_same_outer_shards(rank: 
     model.experts.unshard()  # as a forward pass does
     epload.save(state, tmp_path / "state", topology=loader(2).topology)
     assert_same(load_file(tmp_path / "state/model.safetensors"), expected)
+
+
+@on_ranks(2, store)
+def test_the_plan_of_a_model_that_epload_has_not_loaded_holds_for_its_state_and_in_a_larger_model(
+    rank: int, tmp_path: Path
+) -> None:
+    on = mesh(("fsdp", 1), ("ep", 2))
+    model, expected = Fused(EXPERTS // 2), load_file(tmp_path / "fused.safetensors")
+    half = slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
+    model.load_state_dict({name: values[half] if "experts" in name else values for name, values in expected.items()})
+    fully_shard(planned(model, on["ep"]), mesh=on["fsdp"])
+    for name, whole in {"state": model.state_dict(), "outer": nn.ModuleList([model])}.items():
+        model.unshard()  # as a forward pass does
+        epload.save(whole, tmp_path / name, topology=loader(2).topology)
+        saved = load_file(tmp_path / name / "model.safetensors")
+        assert_same({key.removeprefix("0."): tensor for key, tensor in saved.items()}, expected)
+
+
+@on_ranks(2, store)
+def test_copies_of_loaded_parts_are_not_saved_as_replicas(rank: int, tmp_path: Path) -> None:
+    model, on = Fused(EXPERTS // 2), mesh(("ep", 2))
+    loader(2).load(model, tmp_path / "fused.safetensors", outer_shards=[OuterShard("experts", on)])
+    patched = nn.ModuleDict(dict(model.named_children()))
+    patched.experts = nn.ParameterDict({"gate_up": nn.Parameter(model.experts.gate_up.detach().clone())})
+    copies: dict[str, Any] = {
+        "copied": copy.deepcopy(model), "averaged": torch.optim.swa_utils.AveragedModel(model), "replaced": patched,
+        "on the host": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+    }  # fmt: skip
+    text = "seems to be a copy of experts.gate_up, which was loaded as a part"
+    for name, copied in copies.items():
+        save = partial(epload.save, copied, tmp_path / name, topology=loader(2).topology)
+        must_be_refused(save, "ModelMismatch", text)
+    epload.save(model, tmp_path / "saved", topology=loader(2).topology)
 
 
 @on_ranks(2, store)

@@ -7,6 +7,7 @@ import gc
 import weakref
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +18,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import epload
+from epload import LoadError
 from epload.planning.schedule import SYNC_WAVE_BYTES, wave_limit
+from epload.sync.sources import SentModel
 from measure import PeakMemory
 from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
-from support.small_syncs import receiving, sending, take
+from support.small_syncs import outcome, receiving, sending, take
 from support.synced_models import build, check, write
 
 MB = 1 << 20
@@ -98,6 +101,38 @@ def _close_uncollected(rank: int, meeting: Meeting) -> list[bool]:
 def test_a_receiver_frees_its_version_when_it_is_closed() -> None:
     """It does so at once: a version has the size of the model, and the garbage collector may come late or never."""
     assert run([Job(1, _send_until_closed), Job(1, _close_uncollected)])[1] == [[True, True]]
+
+
+def send_freed(rank: int, meeting: Meeting, options: dict[str, Any], late: bool) -> str:
+    model, read = nn.Linear(64, 64), SentModel.read
+
+    def read_and_free(sent: SentModel) -> None:
+        read(sent)
+        model.weight.untyped_storage().resize_(0)  # as a trainer that offloads
+
+    with sending(meeting, model, **options) as sender:
+        sender.send_weights(1)
+        if late:
+            with mock.patch.object(SentModel, "read", read_and_free):
+                return outcome(partial(sender.send_weights, 2))
+        model.weight.untyped_storage().resize_(0)
+        return outcome(partial(sender.send_weights, 2))
+
+
+def receive_freed(rank: int, meeting: Meeting) -> str:
+    with receiving(meeting, nn.Linear(64, 64)) as receiver:
+        take(receiver)
+        with pytest.raises(LoadError) as caught:  # which engines catch
+            receiver.receive_weights()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "late"), [({}, False), ({}, True), ({"snapshot": "host"}, False), ({"delta": "auto"}, True)], ids=str
+)
+def test_memory_that_a_trainer_has_freed_is_not_read(options: dict[str, Any], late: bool) -> None:
+    for (text,) in run([Job(1, send_freed, (options, late)), Job(1, receive_freed)]):
+        assert "freed" in text
 
 
 QUANTIZED = epload.mapping.Quantize(weights=(r"^a\.weight$",))

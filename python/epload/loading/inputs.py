@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping as AnyMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from epload.checkpoint import file_sets
 from epload.checkpoint.base import Checkpoint
@@ -41,6 +43,8 @@ class LocalInputs:
     """True if ranks may hold different modules."""
     modules: Modules | None = None
     """The model's modules; None if it was not walked, because it has not changed since the previous load."""
+    recomputed: dict[str, Tensor] = field(default_factory=dict)
+    """Values of non-persistent buffers, by name, which the model has computed for the previous load."""
 
     def check_unchanged(self, consequence: str = "") -> None:
         """Raises CheckpointError if a file of the checkpoint is not the one, unchanged, that this rank opened."""
@@ -59,6 +63,8 @@ class InputReader:
         self._resources = resources
         self._closed = False
         self.snapshot: Snapshot | None = None
+        self._computed = dict[str, Tensor]()
+        """Non-persistent buffers of the model of the snapshot, as the model has computed them."""
         self.manifest: Manifest | None = None
         """The manifest of the previous load."""
         self._opened: Checkpoint | None = None
@@ -80,7 +86,9 @@ class InputReader:
             devices = devices_of(targets, modules.offloaded, self._resources.streams, request.place, group)
         check_backend(self._resources.topology.group, devices[0])
         self._resources.prepare(devices[0])
-        return LocalInputs(targets, *devices, self._open(request, devices[0]), _has_local_modules(request), modules)
+        recomputed = self._computed if modules is None else {}
+        checkpoint = self._open(request, devices[0])
+        return LocalInputs(targets, *devices, checkpoint, _has_local_modules(request), modules, recomputed)
 
     def _open(self, request: Request, device: torch.device) -> Checkpoint | None:
         options, source = self._resources.options, request.checkpoint
@@ -126,8 +134,9 @@ class InputReader:
             self._opened.close()
             self._opened = None
 
-    def remember(self, request: Request, inputs: LocalInputs) -> None:
-        """Keeps what the next load would read of the same model, after a load."""
+    def remember(self, request: Request, inputs: LocalInputs, computed: AnyMapping[str, Tensor]) -> None:
+        """Keeps what the next load would read and compute of the same model, after a load. ``computed``: local tensors that the
+        model has computed, by name."""
         modules, targets = inputs.modules, inputs.targets
         if modules is None:
             return
@@ -138,6 +147,8 @@ class InputReader:
                 return
         devices = inputs.device, inputs.materialize_on
         self.snapshot = Snapshot(request.model, modules, targets, devices, _options(request))
+        unsaved = inputs.targets.unsaved_buffers | inputs.targets.unsaved_meta.keys()
+        self._computed = {name: values for name, values in computed.items() if name in unsaved}
 
     def close(self) -> None:
         """Drops what was kept for the next load, which fails."""

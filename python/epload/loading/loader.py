@@ -176,7 +176,7 @@ class HierarchicalLoader:
             remember(request.parts, request.model, load.inputs.targets.names, load.inputs.targets.tensors)
             if self._remembers:
                 with report.timed("plan"), garbage_collection.paused():
-                    self._agreement.inputs.remember(request, load.inputs)
+                    self._agreement.inputs.remember(request, load.inputs, load.missing.computed)
         finally:
             self._control.events = None
             self._agreement.inputs.close_checkpoint()

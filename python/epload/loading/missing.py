@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from weakref import WeakSet
@@ -67,7 +67,16 @@ def has_unfinished(targets: Targets) -> bool:
 
 
 def _is_unfinished(tensor: Tensor) -> bool:
-    return _UNFINISHED in tensor.__dict__ and tensor.__dict__[_UNFINISHED] == _version(tensor)
+    if _UNFINISHED not in tensor.__dict__ or tensor.__dict__[_UNFINISHED] != _version(tensor):
+        return False
+    first = _first_element(tensor)
+    return not first.numel() or is_poisoned(first)  # not after a write through .data, which torch does not count
+
+
+def _first_element(tensor: Tensor) -> Tensor:
+    """Returns a view of a tensor's first local element, if it has any. A load that fails leaves a pattern there."""
+    local = with_memory(tensor)
+    return local[(0,) * local.ndim] if local.numel() else local
 
 
 def _version(tensor: Tensor) -> int:
@@ -104,6 +113,8 @@ def finishing(model: nn.Module, targets: Targets, missing: Missing) -> Iterator[
             owned[name] = unfilled  # type: ignore[assignment]
         for tensor in (targets.tensors[i] for i in without_values):
             if not tensor.is_meta:
+                with suppress(Exception):  # on a device that has failed
+                    poison(_first_element(tensor))
                 tensor.__dict__[_UNFINISHED] = _version(tensor)
         raise
     for tensor in targets.tensors:
@@ -191,6 +202,7 @@ def compute_missing(
         control.agree("initializing what the checkpoint lacks", initialized.failure)
     # Otherwise an initializer that fails leaves everything as it is.
     computed, attributes = initialized.value if initialized.failure is None else ({}, [])
+    computed = inputs.recomputed | computed
     filled = computed.keys()
     return Missing(
         computed,
@@ -204,7 +216,7 @@ def compute_missing(
 
 def _unsaved_buffers(request: Request, inputs: LocalInputs) -> dict[str, Tensor]:
     """Returns the non-persistent buffers by name, except those that share storage with what is loaded and those that cannot be
-    written to element by element; none of a model that has not changed since the load before."""
+    written to element by element; none of a model that has not changed since the load before, whose values are known."""
     targets = inputs.targets
     if inputs.modules is None:
         return {}

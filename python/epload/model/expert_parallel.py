@@ -99,8 +99,14 @@ _loaded = WeakKeyDictionary[nn.Module, dict[str, tuple[OuterShard | None, torch.
 """The outer shard that each tensor of a module is, as the caller of a load has said, and its shape then; None for one of modules
 that a rank numbers itself. Tensors are replaced when a model is moved or sharded, and ``torch.utils.swap_tensors`` refuses those
 that have weak references."""
+_described = WeakKeyDictionary[nn.Module, dict[tuple[str, torch.Size], list[str]]]()
+"""Names of these tensors in each loaded model, by their last parts and shapes."""
 _changes = 0
 """Number of times that a tensor was remembered as something else."""
+
+Loaded = tuple[Mapping[object, OuterShard | None], Sequence[Mapping[tuple[str, torch.Size], Sequence[str]]]]
+"""The outer shard that each tensor of a loaded model is, by where its elements are, so that tensors of the model's state dict are
+found, too, None for one of modules that a rank numbers itself; and the names of these tensors, by which copies are found."""
 
 
 def planned_shards(*models: nn.Module) -> Parts:
@@ -119,7 +125,7 @@ def planned_shards(*models: nn.Module) -> Parts:
 
 
 def remember(parts: Parts, model: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Remembers what a load was told of a model's tensors, for saves and senders. Not for copies of the model."""
+    """Remembers what a load was told of a model's tensors, for saves and senders, which refuse copies of them."""
     global _changes
     name_of = dict(zip(map(id, tensors), names, strict=True))
     for module in model.modules() if parts else ():
@@ -130,6 +136,8 @@ def remember(parts: Parts, model: nn.Module, names: Sequence[str], tensors: Sequ
             loaded = outer_shard(parts, name), tensor.shape
             if (loaded[0] is not None or renumbered) and _loaded.get(module, {}).get(leaf) != loaded:
                 _loaded.setdefault(module, {})[leaf] = loaded
+                if loaded[0] is None or loaded[0].mesh.size() > 1:
+                    _described.setdefault(model, {}).setdefault((leaf, tensor.shape), []).append(name)
                 _changes += 1
 
 
@@ -142,18 +150,22 @@ def remembered() -> int:
     return _changes
 
 
-def loaded_shards() -> dict[object, OuterShard | None]:
-    """Returns the outer shard that each tensor of a loaded model is, by where its elements are, so that tensors of the model's
-    state dict are found, too; None for one of modules that a rank numbers itself. Reshards FSDP2 modules."""
-    for gathers in dtensor.fsdp_modules() if _loaded else ():
-        if any(owner in _loaded for owner in dtensor.owners_of_parameters(gathers)):
+def loaded_shards() -> Loaded:
+    """Returns what loads and VeOmni's plans say of the tensors in this process. Reshards FSDP2 modules."""
+    shards = dict[object, OuterShard | None]()
+    for gathers in dtensor.fsdp_modules():
+        model: Any = gathers
+        plan = planned_shards(model)
+        if plan or (_loaded and any(owner in _loaded for owner in dtensor.owners_of_parameters(gathers))):
             dtensor.reshard(gathers)
-    return {
-        _place_of(tensor): outer
-        for module, leaves in _loaded.items()
-        for leaf, (outer, shape) in leaves.items()
-        if (tensor := _tensors_of(module).get(leaf)) is not None and tensor.shape == shape
-    }
+        for name, parameter in model.named_parameters() if plan else ():
+            if (outer := outer_shard(plan, name)) is not None:
+                shards[_place_of(parameter)] = outer
+    for module, leaves in _loaded.items():
+        for leaf, (loaded, shape) in leaves.items():
+            if (tensor := _tensors_of(module).get(leaf)) is not None and tensor.shape == shape:
+                shards[_place_of(tensor)] = loaded
+    return shards, list(_described.values())
 
 
 def _place_of(tensor: Tensor) -> object:
@@ -161,10 +173,20 @@ def _place_of(tensor: Tensor) -> object:
     return storage_of(local), local.storage_offset(), local.shape, local.stride()
 
 
-def loaded_as(name: str, tensor: Tensor, shards: Mapping[object, OuterShard | None]) -> OuterShard | None:
+def loaded_as(name: str, tensor: Tensor, loaded: Loaded) -> OuterShard | None:
     """Returns the outer shard that a tensor was loaded as. Raises ModelMismatch for one of modules that each rank numbers itself,
-    of which other ranks have others under the same name. ``shards``: of all that was loaded, see :func:`loaded_shards`."""
-    if not shards or tensor.layout != torch.strided or (place := _place_of(tensor)) not in shards:
+    of which other ranks have others under the same name, and for a copy of such a part."""
+    shards, models = loaded
+    if not (shards or models) or tensor.layout != torch.strided:
+        return None
+    if (place := _place_of(tensor)) not in shards:
+        key = name.rpartition(".")[2], tensor.shape
+        for other in (other for names in models for other in names.get(key, ())):
+            if f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}"):
+                raise ModelMismatch(
+                    f"{name} seems to be a copy of {other}, which was loaded as a part that the copy does not describe: it would "
+                    "be taken for a replica; save or send the model that was loaded, or load the copy with the same LoadOptions"
+                )
         return None
     if (outer := shards[place]) is None:
         raise ModelMismatch(

@@ -68,7 +68,7 @@ class Snapshot:
         self._shardings, memory = dtensor.metadata(targets.tensors)
         if may_overlap(memory):
             return
-        self._layouts = memory[:, 2:]
+        self._layouts, self._freed_memory = memory[:, 2:], memory[:, 0] == 0
         self._fsdp_modules = [*map(weakref.ref, modules.fsdp)]
         # Buffers that were on meta have storage now.
         self._targets = copy(targets)
@@ -95,7 +95,9 @@ class Snapshot:
         if {*map(type, tensors)} != self._types:
             return None
         shardings, memory = dtensor.metadata(tensors)
-        if shardings != self._shardings or not torch.equal(memory[:, 2:], self._layouts) or may_overlap(memory):
+        if shardings != self._shardings or may_overlap(memory):
+            return None
+        if not (torch.equal(memory[:, 2:], self._layouts) and torch.equal(memory[:, 0] == 0, self._freed_memory)):
             return None
         targets = copy(self._targets)
         targets.tensors = tensors

@@ -6,7 +6,7 @@ Collecting them changes nothing in the model, except that FSDP2 modules are put 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,7 +19,16 @@ from epload.core.placement import Layout, Placement
 from epload.errors import ModelMismatch
 from epload.model import dtensor, memory
 from epload.model.dtensor import Mesh, mesh_of
-from epload.model.expert_parallel import OuterShard, Parts, check_patterns, global_name, loaded_as, loaded_shards, outer_shard
+from epload.model.expert_parallel import (
+    Loaded,
+    OuterShard,
+    Parts,
+    check_patterns,
+    global_name,
+    loaded_as,
+    loaded_shards,
+    outer_shard,
+)
 from epload.model.flat_state import FlatState
 from epload.model.megatron import MegatronChunks
 from epload.model.memory import storage_of
@@ -203,7 +212,7 @@ def collect(
     """Targets with storage, by where they have it, and how they are sharded; filled only if some may share it."""
     with_memory = {id(tensor): dtensor.with_memory(tensor) for _, tensor in entries}
     overlap = _may_overlap(with_memory.values())
-    shards = loaded_shards() if loaded else {}
+    shards = loaded_shards() if loaded else ({}, ())
     divided = {} if filled or isinstance(model, MegatronChunks) else _divided(modules, expert_parallel, shards)
     layouts: dict[tuple[object, ...], int] = {}
     """Layout numbers, by what layouts depend on."""
@@ -308,7 +317,7 @@ def _check_whole(name: str, tensor: Tensor, layer: str) -> None:
         raise ModelMismatch(f"{name} is marked as {_PART}")
 
 
-def _divided(modules: Modules, parts: Parts, shards: Mapping[object, OuterShard | None]) -> dict[int, str]:
+def _divided(modules: Modules, parts: Parts, shards: Loaded) -> dict[int, str]:
     """Returns descriptions of layers that say how many ranks divide their plain tensors, as those of TransformerEngine and of
     inference engines do, by the ids of these; of none that has an outer shard, whose other tensors are whole."""
     divided = dict[int, str]()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from epload.core.attempt import Attempt
+from epload.errors import for_both_jobs
 from epload.planning.changes import ChangedBucket, ChangesPlan, plan_changes
 from epload.planning.streams import ExchangePlan, ExchangeRoles, Members
 from epload.ranks.control import Control
@@ -85,7 +86,8 @@ class ChangesRoute:
             with report.timed("read", "compares with the version before"):
                 compared = Attempt(lambda: compare(plan, shards(), before, self._verify, limit))
             view = compared.result.changed if compared.result is not None else _TOO_MANY
-        merged = self._control.agree("comparing with the version before", compared.failure, view, _merge_views)
+        failure = for_both_jobs(compared.failure)
+        merged = self._control.agree("comparing with the version before", failure, view, _merge_views)
         if merged is None:
             report.why_full = f"more than {DENSE:.0%} of the bytes would be sent"
             return False

@@ -17,7 +17,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.core import garbage_collection
 from epload.core.attempt import Attempt
 from epload.core.log import logger
-from epload.errors import LoadError, kind_of, make_error
+from epload.errors import LoadError, for_both_jobs, kind_of, make_error
 from epload.planning.holdings import Holdings
 from epload.planning.streams import ExchangePlan, ExchangeRoles, Members
 from epload.sync.changes_route import ChangesRoute
@@ -223,7 +223,7 @@ class Generation:
                 with self.control.load(self._timeout):
                     with report.timed("plan"):
                         usable = Attempt(lambda: self._shards(self.plan, tensors) if tensors is not None else None)
-                        nodes = self._get_ready(tensors, _for_both_jobs(failure or usable.failure), base, report)
+                        nodes = self._get_ready(tensors, for_both_jobs(failure or usable.failure), base, report)
                     if nodes:
                         plan, own = self._toward(nodes), tensors or []
                         if not self._changes.compare(plan, nodes, lambda: self._shards(plan, own), base, report):
@@ -395,11 +395,6 @@ class Generation:
         self._changes.close()
         del self._changes  # which refers to this generation
         self.control.close()
-
-
-def _for_both_jobs(failure: Exception | None) -> Exception | None:
-    """Returns an error that says to the other job, too, that the version has failed, and not that its own call was wrong."""
-    return LoadError(str(failure)) if isinstance(failure, ValueError | TypeError) else failure
 
 
 def _check_views(members: Members, views: dict[int, tuple[int, str, str, str]]) -> tuple[dict[int, str], list[int]]:
