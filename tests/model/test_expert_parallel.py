@@ -341,7 +341,9 @@ def test_pipeline_stages(rank: int, tmp_path: Path) -> None:
         nodes = epload.Topology.from_nodes([[0, 1], [2, 3]])
         stage = epload.HierarchicalLoader(nodes, readers=readers, bucket_bytes=700, progress=False)
         options = {"local_modules": [LocalModules("")], "dtype": {r"^layers\.[34]": torch.float64}}  # of one stage
-        options["mapping"] = Mapping(ties=(("embed.weight", "head.weight"),) * (rank // 2))  # which only the last one declares
+        # As only the last one declares, and the first one renames what it lacks.
+        renames = (Rename(r"^layers\.3", "last"),) * (1 - rank // 2)
+        options["mapping"] = Mapping(ties=(("embed.weight", "head.weight"),) * (rank // 2), renames=renames)
         report = stage.load(model, tmp_path / "all.safetensors", **options)
         for name, tensor in model.state_dict().items():
             part = whole[name].chunk(2)[rank % 2]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import epload
 from epload import Mapping, Topology
@@ -188,6 +189,9 @@ def test_a_mapping_may_name_the_tensors_that_a_module_has_itself(rank: int, tmp_
         assert differing(own, dict(reference.named_parameters())) == [], kind
         epload.save(model, tmp_path / kind, mapping=PARTS, names_from=state)
         assert differing(load_file(tmp_path / kind / "model.safetensors"), state) == [], kind
+        with CommDebugMode() as gathered:
+            ModelReader(model, own_names=True).read()
+        assert gathered.get_total_counts() == 0, "names need no elements"
     linear = nn.Sequential(checkpoint_wrapper(nn.Linear(5, 5)))
     epload.save(linear, tmp_path / "own names", mapping=Mapping())
     assert {*load_file(tmp_path / "own names" / "model.safetensors")} == {"0.weight", "0.bias"}

@@ -214,8 +214,8 @@ class Agreement:
         if readers == "auto":  # chosen once there is a plan, which has the buckets; "every" takes any
             readers = "one" if manifest.locations is None else "partitioned"
         per_wave, bucket_bytes = self._router.bucket_sizes(inputs.device, readers, manifest.nbytes)
-        # A stage of a pipeline may have only one of two tied tensors; each rank's ties are compared later.
-        same = replace(mapping, ties=()) if inputs.local_modules else mapping
+        # A stage of a pipeline may lack modules, such as a vision tower, of which rules and ties of a mapping follow.
+        same = None if inputs.local_modules else mapping
         options = (
             f"{self._describe_options(inputs.device)} strict={request.strict} "
             f"ignore_mismatched_shapes={request.ignore_mismatched_shapes} prefix={request.prefix!r} "

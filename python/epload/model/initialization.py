@@ -357,6 +357,15 @@ def _reset_adapters(layer: Any, configs: Mapping[str, Any]) -> None:
         rank.data.fill_(layer.r[name])
 
 
+def shown_names(model: nn.Module, modules: Modules) -> list[str] | None:
+    """Returns the names in a model's state dict, whose hooks see tensors on meta; None if one of them cannot work with these."""
+    with _exchanged(modules, {}):
+        try:
+            return list(model.state_dict())
+        except Exception:
+            return None
+
+
 @contextmanager
 def _exchanged(modules: Modules, full: Mapping[int, Tensor]) -> Iterator[list[_ModuleState]]:
     """Gives each module another ``__dict__``, with the same attributes but other tensors, and its class from before

@@ -20,6 +20,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from epload.core.pieces import is_extra_state
 from epload.errors import ModelMismatch
 from epload.model import dtensor
+from epload.model.initialization import shown_names
 from epload.model.memory import storage_of
 from epload.model.modules import Modules, NamedModule
 from epload.observe.render import list_first
@@ -30,7 +31,8 @@ _HARMLESS_PACKAGES = ("torch", "transformers", "peft", "accelerate", "litgpt", "
 """Packages whose load hooks only rename keys of old checkpoints, handle sharding, which is done anyway, or take extra state."""
 _ONLY_EXTRA_STATE = ("megatron", "transformer_engine")
 """Packages whose modules add no more than extra state to their state dict."""
-_FSDP2 = "torch.distributed.fsdp._fully_shard."
+_HARMLESS_HOOKS = "torch.distributed.fsdp._fully_shard.", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+"""Modules whose hooks reshard, which is done anyway, or hide the wrappers of activation checkpointing, which are not in names."""
 _STATE_METHODS = frozenset(("state_dict", "_save_to_state_dict", "get_extra_state"))
 _LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")
 _OFFLOADING = "_hf_hook", "_diffusers_hook"
@@ -74,8 +76,14 @@ def read_state(
                 unsaved.append((prefix + name, buffer))
     plain, refusal = not customized and not custom_loading, None
     if not plain:
-        returned = tensor_entries(model)
-        hidden = _hide_own(returned, entries, [*customized, *custom_loading])
+        # Asked with other tensors first: a hook may gather what it shows.
+        names, custom = shown_names(model, modules) if own_names else None, [*customized, *custom_loading]
+        hidden = _hide_own(names, entries, custom) if names is not None else ()
+        if all(prefix.startswith(hidden) for prefix, _ in custom):
+            returned = entries
+        else:
+            returned = tensor_entries(model)
+            hidden = _hide_own([name for name, _ in returned], entries, custom)
         if own_names:
             returned = [entry for entry in returned if not entry[0].startswith(hidden)]
             returned += [entry for entry in entries if entry[0].startswith(hidden)]
@@ -93,19 +101,19 @@ def read_state(
 
 
 def has_state_hooks(module: nn.Module) -> bool:
-    """Returns True if a hook may change what a module's state dict shows. FSDP2's, which comes with the first forward pass,
-    reshards the module, which is done anyway."""
+    """Returns True if a hook may change what a module's state dict shows."""
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
-    return any(not (getattr(hook, "__module__", None) or "").startswith(_FSDP2) for hook in hooks)
+    return any(not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS_HOOKS) for hook in hooks)
 
 
-def _hide_own(shown: Sequence[NamedTensor], own: Sequence[NamedTensor], customized: Iterable[NamedModule]) -> tuple[str, ...]:
+def _hide_own(shown: Iterable[str], own: Sequence[NamedTensor], customized: Iterable[NamedModule]) -> tuple[str, ...]:
     """Returns the prefixes of customized modules of which a state dict shows other tensors than they have, and none of these.
 
     Args:
+        shown: names in the state dict.
         own: the model's own parameters and persistent buffers.
     """
-    names, prefixes = {name for name, _ in shown}, {prefix for prefix, _ in customized}
+    names, prefixes = {*shown}, {prefix for prefix, _ in customized}
     having, showing = set[str](), set[str]()
     for name, _ in own:
         path = name.split(".")
