@@ -14,7 +14,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-VERSION = "0.2.0"
+VERSION = "0.3.0.dev0"
 SUPPORTED_TORCH = ">=2.11,<2.16"
 REQUIREMENTS = ["click>=8.1", "tqdm"]
 OPS_LIBRARY = "libepload.so"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations, product
@@ -39,6 +40,14 @@ def holdings_of(layouts: Any, at: Shape, tensors: Manifest, dtype: Any, flipped:
         view = View((0,) * len(shape), shape[::step], 0, placement.row_major_strides(shape)[::step])
         shares.append(Share(shape, tuple(local_views(view, owned_regions(layout, at))), dtype))
     return Holdings(torch.arange(len(shares)), tuple(shares), [(i,) for i in range(len(shares))])
+
+
+def test_a_digest_does_not_depend_on_the_zlib_of_a_process() -> None:
+    given, compress = full_holdings([(500, 3)] * 90, [torch.float32] * 90), zlib.compress
+    other, encoded = replace(given), given.encode()
+    with mock.patch.object(zlib, "compress", lambda data, level: compress(data, 0)):
+        assert other.encode() != encoded
+        assert other.digest == given.digest
 
 
 def local_of(full: Tensor, layout: Layout, coordinate: Shape) -> Tensor:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,14 @@ from support.on_ranks import on_ranks
 from support.small_model import BUCKET, state_for
 
 Nodes = list[list[int]]
+
+
+@on_ranks(3)
+def test_ranks_with_another_version_of_epload_are_named(rank: int) -> None:
+    installed = SimpleNamespace(version=f"0.{4 + rank // 2}.0")
+    with mock.patch("epload.ranks.rendezvous._C", installed):
+        must_raise(epload.LoadError, r"got 0\.4\.0 on rank 0, 1 and 0\.5\.0 on rank 2; install the same", Topology.discover)
+    Topology.discover()
 
 
 def discover(rank: int, machines: list[str] | None, nodes: tuple[tuple[int, ...], ...]) -> None:

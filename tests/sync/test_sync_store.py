@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -15,14 +16,16 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 import epload
+from epload.ranks.rendezvous import rendezvous
 from epload.sync import store
 from epload.sync.liveness import LEASE_SECONDS, LEFT, Liveness, Participant
 from epload.sync.participants import ReceiverRendezvous
 from support.failures import must_raise
 from support.jobs import Job, Meeting, run
-from support.small_syncs import receiving, sending, take
+from support.small_syncs import outcome, receiving, sending, take
 from support.synced_models import build, check, write
 
 LATE_NAMES = """
@@ -56,6 +59,22 @@ def test_a_receiver_connects_while_names_are_looked_up_for_seconds(tmp_path: Pat
     result = subprocess.run(arguments, env=environment, timeout=90, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
     assert served.store.get("heard") == b"yes"
+
+
+def test_a_rank_that_comes_late_to_a_generation_that_has_failed_does_not_wait() -> None:
+    store, decide = HashStore(), mock.Mock(return_value=1)
+
+    def meet(rank: int, check: Callable[[], None]) -> str:
+        limit = timedelta(seconds=60)
+        own = PrefixStore("generation/3", store)
+        return outcome(lambda: rendezvous(own, (0, 1, 2), rank, limit, None, rank, decide, "", "generation/3", check))
+
+    lost = mock.Mock(side_effect=epload.LoadError("rank 1 has left"))
+    assert "rank 1 has left" in meet(0, lost)
+    began = time.monotonic()
+    assert "the other ranks have given up" in meet(2, lambda: None)
+    assert time.monotonic() - began < 30
+    decide.assert_not_called()
 
 
 def test_a_receiver_is_silent_if_two_looks_find_an_old_beat() -> None:

@@ -258,6 +258,16 @@ def test_an_engine_that_begins_to_wait_as_the_next_version_is_announced_counts_f
     assert list(offers.withdraw(store)) == ["a"]
 
 
+def test_an_engine_that_is_started_again_with_fewer_ranks_is_complete() -> None:
+    store = serve(("127.0.0.1", 0), LIMIT).store
+    sender = SenderRendezvous(store, 2)
+    key = f"ready/{sender.announce(1)}"
+    for number, (rank, size) in enumerate([(2, 4), (3, 4), (0, 2), (1, 2)]):
+        store.set(f"alive/{number}", "0")
+        add_rank(store, key, Participant("rollout", rank, size, "", number))
+    assert [rank.number for rank in sender.ready_engines()[1]["rollout"]] == [2, 3]
+
+
 def test_a_rank_that_gave_up_before_the_start_comes_to_the_same_version(rendezvous: tuple[SenderRendezvous, int]) -> None:
     """The sender counts on it while it waits for another."""
     sender, port = rendezvous

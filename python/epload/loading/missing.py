@@ -40,7 +40,9 @@ _warned = WeakSet[nn.Module]()
 """Models whose buffers a report has warned of."""
 _UNFINISHED = "_epload_unfinished"
 """An attribute of tensors that a load which has failed was to fill or to initialize, and that held no values before: their
-version. They hold none until a load succeeds, or something else writes to them."""
+state then. They hold none until a load succeeds, or something else writes to them."""
+_SAMPLE = 16
+"""Number of elements that tell whether a tensor was written to."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,14 @@ def has_unfinished(targets: Targets) -> bool:
 
 
 def _is_unfinished(tensor: Tensor) -> bool:
-    if _UNFINISHED not in tensor.__dict__ or tensor.__dict__[_UNFINISHED] != _version(tensor):
-        return False
-    first = _first_element(tensor)
-    return not first.numel() or is_poisoned(first)  # not after a write through .data, which torch does not count
+    return _UNFINISHED in tensor.__dict__ and tensor.__dict__[_UNFINISHED] == _state(tensor)
 
 
-def _first_element(tensor: Tensor) -> Tensor:
-    """Returns a view of a tensor's first local element, if it has any. A load that fails leaves a pattern there."""
+def _state(tensor: Tensor) -> tuple[int, bytes]:
+    """Returns what each write to a tensor changes: its version, and some elements, for writes through ``.data``."""
     local = with_memory(tensor)
-    return local[(0,) * local.ndim] if local.numel() else local
+    row = local[(0,) * (local.ndim - 1)][:_SAMPLE] if local.ndim and local.numel() else local
+    return _version(tensor), bytes(row.detach().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
 def _version(tensor: Tensor) -> int:
@@ -114,8 +114,7 @@ def finishing(model: nn.Module, targets: Targets, missing: Missing) -> Iterator[
         for tensor in (targets.tensors[i] for i in without_values):
             if not tensor.is_meta:
                 with suppress(Exception):  # on a device that has failed
-                    poison(_first_element(tensor))
-                tensor.__dict__[_UNFINISHED] = _version(tensor)
+                    tensor.__dict__[_UNFINISHED] = _state(tensor)
         raise
     for tensor in targets.tensors:
         tensor.__dict__.pop(_UNFINISHED, None)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
 
 REBUILD = "pip install --force-reinstall --no-deps . (in epload's source folder)"
 LIBRARY = Path(__file__).parents[1] / "libepload.so"
+
+if sys.byteorder != "little":
+    raise ImportError("epload reads the little-endian bytes of checkpoints as they are, and this machine is big-endian")
 
 try:
     from epload import _C as _C

@@ -144,18 +144,21 @@ class Holdings:
 
     @cached_property
     def digest(self) -> str:
-        """Digest that is equal for equal holdings only."""
-        return digest_of("".join(map(digest_of, (*self.encode(), self.encode_targets()))).encode())
+        """Digest that is equal for equal holdings only, whatever zlib a process has."""
+        return digest_of("".join(map(digest_of, (*self._to_raw(), _to_json(self.targets)))).encode())
 
     def encode(self) -> tuple[bytes, bytes]:
         """Returns, compressed, :attr:`class_of`, which is equal on ranks with equal layouts, and :attr:`classes`."""
+        columns, classes = self._to_raw()
+        return zlib.compress(columns, 1), zlib.compress(classes, 1)
+
+    def _to_raw(self) -> tuple[bytes, bytes]:
         shares = [(shape, views, dtype and dtype_names.name(dtype)) for shape, views, dtype in self.classes]
-        columns = zlib.compress(to_raw(self.class_of.to(torch.int32)), 1)
-        return columns, _compressed(shares)
+        return to_raw(self.class_of.to(torch.int32)), _to_json(shares)
 
     def encode_targets(self) -> bytes:
         """Returns, compressed, :attr:`targets`, which ranks that copy out of the local tensors need."""
-        return _compressed(self.targets)
+        return zlib.compress(_to_json(self.targets), 1)
 
     @classmethod
     def decode(cls, columns: bytes, classes: bytes) -> Holdings:
@@ -172,8 +175,8 @@ class Holdings:
         return replace(self, targets=[tuple(some) for some in json.loads(zlib.decompress(targets))])
 
 
-def _compressed(value: object) -> bytes:
-    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+def _to_json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def number_alike(manifest: Metadata, of_ranks: Iterable[Holdings]) -> Tensor:

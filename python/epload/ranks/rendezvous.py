@@ -19,6 +19,8 @@ from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from epload.errors import LoadError, call_order_error, message_of
+from epload.native.extension import _C
+from epload.observe.render import list_first
 from epload.ranks.control import Control
 from epload.ranks.membership import group_equal, local_network
 
@@ -74,20 +76,23 @@ def rendezvous(
             number = _join(shared)
         except DistNetworkError as error:
             raise LoadError(f"topology: the store is lost: {message_of(error)} (seen by rank {rank})") from error
+        if name_of_store and number != "1":  # ranks of another store meet in it once
+            raise LoadError("the other ranks have given up what this rank comes to, as one of them has failed; call again")
         control = Control(PrefixStore(number, shared), ranks, rank, f"{name}/{number}")
         control.timeout, control.check_others = timeout, check
 
         def close_and_decide(views: dict[int, Any]) -> Any:
             _close(shared, number)
-            nodes = group_equal({rank: node for rank, (node, _) in views.items()})
-            return reduce({rank: view for rank, (_, view) in views.items()}), nodes, secrets.token_hex(16)
+            _check_versions({rank: version for rank, (version, _, _) in views.items()})
+            nodes = group_equal({rank: node for rank, (_, node, _) in views.items()})
+            return reduce({rank: view for rank, (_, _, view) in views.items()}), nodes, secrets.token_hex(16)
 
         try:
             with control.guard():
                 control.doing = "topology"
                 control.processes.register(control.connection(), rank)
                 node = f"{local_network()} {within}"
-                decision, nodes, token = control.agree("topology", failure, [node, view], close_and_decide)
+                decision, nodes, token = control.agree("topology", failure, [_C.version, node, view], close_and_decide)
                 control.delete_later(control.processes.close_registry())
                 # Another group of the same ranks has a store of its own, which gives out the same numbers.
                 control.name += f"/{hashlib.blake2b(token.encode(), digest_size=4).hexdigest()}"
@@ -101,6 +106,16 @@ def rendezvous(
         return control, decision
     finally:
         lock.release()
+
+
+def _check_versions(versions: dict[int, str]) -> None:
+    """Raises LoadError if ranks have other versions of epload, whose messages may differ."""
+    of_version = defaultdict[str, list[int]](list)
+    for rank, version in versions.items():
+        of_version[version].append(rank)
+    if len(of_version) > 1:
+        which = " and ".join(f"{version} on rank {list_first([*map(str, ranks)])}" for version, ranks in of_version.items())
+        raise LoadError(f"expected one version of epload on all ranks, got {which}; install the same one everywhere")
 
 
 def _join(store: Store) -> str:

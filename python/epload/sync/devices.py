@@ -21,6 +21,12 @@ from epload.ranks.groups import can_connect
 from epload.ranks.membership import local_network
 from epload.transfer.affinity import pci_address
 
+_NCCL_SETTINGS = (
+    "NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_CUMEM_ENABLE", "NCCL_IB_DISABLE", "NCCL_LL128_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_NET",
+    "NCCL_NTHREADS", "NCCL_P2P_NET_CHUNKSIZE", "NCCL_PROTO",
+)  # fmt: skip
+"""Variables that NCCL reads in each process, and in which ranks that differ may hang."""
+
 
 def accelerator_of(devices: Collection[torch.device]) -> torch.device | None:
     """Returns the only device, if it is no CPU."""
@@ -36,7 +42,7 @@ class DeviceAccess(NamedTuple):
     backend: str = ""
     """Connects it to ranks of the other job; empty if none does."""
     kind: str = ""
-    """Device, backend and its version: equal on ranks that can reach each other."""
+    """Device, backend, its version and its settings: equal on ranks that can reach each other."""
     identity: tuple[str, ...] = ()
     """Names of the device; ranks on one device have one in common."""
     machine: str = ""
@@ -63,8 +69,7 @@ class DeviceAccess(NamedTuple):
         version = ""
         if backend == "nccl":
             version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-            if memory := os.environ.get("NCCL_CUMEM_ENABLE"):  # ranks that differ in it may hang
-                version += f" NCCL_CUMEM_ENABLE={memory}"
+            version += "".join(f" {name}={value}" for name in _NCCL_SETTINGS if (value := os.environ.get(name)))
         kind = f"{device.type} {backend} {version}".strip()
         return access._replace(backend=backend, kind=kind, identity=tuple(_identity(device)))
 

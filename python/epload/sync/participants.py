@@ -449,8 +449,11 @@ def add_rank(store: Store, key: str, participant: Participant) -> None:
 
 
 def read_engines(store: Store, *keys: str) -> Engines:
-    """Returns the ranks that have said something, under any of the keys; the last process of each."""
-    last = {(participant.engine, participant.rank): participant for participant in _read_ranks(store, *keys)}
+    """Returns the ranks that have said something, under any of the keys; the last process of each. An engine that was started
+    again has the size that its last rank says."""
+    ranks = _read_ranks(store, *keys)
+    sizes = {rank.engine: rank.size for rank in ranks}
+    last = {(rank.engine, rank.rank): rank for rank in ranks if rank.size == sizes[rank.engine]}
     engines: Engines = {}
     for key in sorted(last):
         engines.setdefault(key[0], []).append(last[key])

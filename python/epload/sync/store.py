@@ -33,7 +33,7 @@ from epload.sync.token import (
 )
 
 T = TypeVar("T")
-PROTOCOL = 14
+PROTOCOL = 15
 """Changes with the messages between the two jobs."""
 Address = str | tuple[str, int]
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>[0-9]+)")
