@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from epload.core.attempt import Attempt
-from epload.errors import ManifestMismatch
+from epload.errors import ManifestMismatch, kind_of, make_error, message_of
 from epload.model.devices import check_backend, check_stream
-from epload.model.memory import has_internal_overlap
+from epload.model.memory import has_internal_overlap, keeps_writes
 from epload.native import ops
 from epload.planning.algorithms import Algorithm
 from epload.ranks.control import Control
@@ -43,7 +43,8 @@ def coalesced_bcast(
 
     Args:
         tensors: dense plain tensors or parameters of any shape and dtype, including 0-d and empty ones, all on one device.
-            Every rank passes the same shapes and dtypes in the same order. Strides may differ.
+            Every rank passes the same shapes and dtypes in the same order. Strides may differ. Tensors that share memory on a
+            receiving rank have to share it on the source, too.
         src: global rank whose values are sent.
         topology: the ranks that take part and their nodes. If None, the nodes of the whole job, discovered at the first call.
         bucket_bytes: maximum bytes of a bucket, from 16 to 2**60. A larger tensor is split. Default: 64 MiB, and 16 MiB for
@@ -52,12 +53,13 @@ def coalesced_bcast(
             splits each bucket among the ranks of a node, each of which sends its part to its counterpart on the next node;
             if node sizes differ, ``"two_level"`` is used instead.
         stream: the stream for all device work. Default: the current stream. Must be None for CPU tensors.
-        check: compare ``src``, ``bucket_bytes``, ``algorithm`` and the tensors' shapes and dtypes on all ranks. Ranks that
-            disagree would otherwise hang or exchange wrong data. A list that all ranks have agreed on is not compared
+        check: compare ``src``, ``bucket_bytes``, ``algorithm`` and the tensors' shapes, dtypes and types of device on all ranks.
+            Ranks that disagree would otherwise hang or exchange wrong data. A list that all ranks have agreed on is not compared
             again, so if one rank later passes another list, only the timeout detects it.
 
     Raises:
-        TypeError: an item is not a tensor, or is a DTensor, or another argument is of another type. Nothing has moved.
+        TypeError: an item is not a tensor, is a DTensor, or hands out copies of its elements, or another argument is of another
+            type. Nothing has moved.
         ValueError: another argument is wrong. Nothing has moved.
         ManifestMismatch: the ranks disagree. Nothing has moved.
         LoadError: another thread of this process is in a load or a broadcast, or a rank failed or exited.
@@ -76,10 +78,14 @@ def coalesced_bcast(
             # The others may be in the broadcast: none is to be paired with this rank's next one.
             control = topology.control
             control.agreed.clear()
-            if not inside:
+            if inside:
+                raise
+            try:  # first: those whose connections end then raise the reason
+                first = control.fail(error) if check and control.failure is None else None
+            finally:
                 topology.watched_groups.clear()
-                if check and control.failure is None:
-                    control.fail(error)
+            if first is not None and first.rank != control.rank and isinstance(error, Exception):
+                raise first.error() from error
             raise
 
 
@@ -117,6 +123,9 @@ def _check_arguments(
             raise TypeError(f"expected tensors, but item {i} is a {type(tensor).__name__}")
         if isinstance(tensor, DTensor):
             raise TypeError(f"expected plain tensors, but tensor {i} is a DTensor; pass tensor.to_local()")
+        if not keeps_writes(tensor):
+            kind = type(tensor).__name__
+            raise TypeError(f"tensor {i} is a {kind}, which hands out copies of its elements; pass the tensors that it wraps")
         if tensor.is_conj() or tensor.is_neg():  # which torch itself refuses otherwise
             raise ValueError(f"tensor {i} is a lazy conjugate or negation; pass tensor.resolve_conj().resolve_neg()")
         strided = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_contiguous()
@@ -137,9 +146,19 @@ def _check_arguments(
     ops.coalesced_bcast(tensors, src, "", "", bucket_bytes, algorithm, stream)
 
 
+def _refuse(control: Control, failure: Exception) -> Exception:
+    """Publishes that this rank takes no part in the call, and why. Returns the error that it raises."""
+    failure.__traceback__ = None  # its frames would keep the tensors until a garbage collection
+    refused = make_error(kind_of(failure), f"{message_of(failure)} [rank {control.rank}]")
+    control.abort(refused)
+    return refused
+
+
 def _check_same_list(control: Control, tensors: list[Tensor], options: str, failure: Exception | None) -> None:
     """Raises ``failure`` on all ranks if a rank has one, else ManifestMismatch if their options or tensors differ."""
-    lines = [options, *(f"{str(t.dtype)[6:]} {list(t.shape)}" for t in tensors)] if failure is None else []
+    if failure is not None and control.agreed:  # the others may be in the broadcast, and come to no round
+        raise _refuse(control, failure) from None
+    lines = [options, *(f"{str(t.dtype)[6:]} {list(t.shape)} {t.device.type}" for t in tensors)] if failure is None else []
     digest = hashlib.blake2b(json.dumps(lines).encode(), digest_size=16).hexdigest()
     if failure is None and digest in control.agreed:
         return

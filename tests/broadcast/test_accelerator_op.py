@@ -121,6 +121,8 @@ def wrong_use(rank: int) -> tuple[list[str], dict[str, str]]:
     )
     see.check("rank 2's external", "ValueError", [*external, "rank 2"], [one, two, one], stream=of_npu if odd else on)
     see.check("rank 2's devices", "ValueError", ["one device", "rank 2"], [two, other if odd else one])
+    differs = ["tensor 0", f"[5] {fakedev.NAME} on rank 0", "[5] cpu on rank 2"]
+    see.check("rank 2 on cpu", "ManifestMismatch", differs, [two.cpu() if odd else two])
     wrong, texts = see.answer()
 
     def refused(what: str, parts: list[str], call: Callable[[list[Tensor]], object]) -> None:

@@ -18,6 +18,7 @@ from epload import Topology, broadcast, coalesced_bcast
 from support import ranks
 from support.broadcasts import MATRIX, SHAPES, Nodes, Refusals, agree, exchange, in_place_and_parameters, matrix, raw_op
 from support.on_ranks import on_ranks
+from support.tensor_classes import Halved
 
 
 @pytest.mark.parametrize("world", MATRIX)
@@ -99,6 +100,7 @@ def wrong_arguments(rank: int) -> tuple[list[str], dict[str, str]]:
     dtensor = distribute_tensor(torch.ones(6), init_device_mesh("cpu", (3,)), [Shard(0)])
     see.check("DTensor", "TypeError", ["to_local()", "tensor 1"], [one, dtensor])
     see.check("DTensor parameter", "TypeError", ["to_local()", "tensor 0"], [nn.Parameter(dtensor)])
+    see.check("copies", "TypeError", ["tensor 1 is a Halved, which hands out copies"], [one, Halved(torch.ones(4))])
     see.check("no tensor", "TypeError", ["list", "item 1"], [one, [1.0]])
     for options in ({"bucket_bytes": "1"}, {"algorithm": None}, {"stream": "x"}):
         see.check(f"{options}", "TypeError", ["bucket_bytes to be an int", f"{next(iter(options.values()))!r}"], [one], **options)
@@ -150,30 +152,47 @@ def mistake_of_one(rank: int) -> tuple[list[str], dict[str, str]]:
     return see.answer()
 
 
-def one_interrupted(rank: int) -> list[str]:
-    """A list that all know is broadcast again and again; one rank is interrupted once, and the others are in the broadcast."""
-    topology, ends = Topology.from_nodes([[0, 1]], timeout=20), []
+LEAVES = {
+    "interrupted": ("LoadError", "rank 1 was interrupted (KeyboardInterrupt)"),
+    "freed": ("ValueError", "storage"),
+    "expanded": ("ValueError", "share memory"),
+    "meta": ("ValueError", "meta"),
+}
+"""Why a rank leaves a call, and what the others then raise."""
+
+
+def one_leaves(rank: int, why: str) -> list[tuple[str, str]]:
+    """A list that all know is broadcast again and again; one rank leaves the call once, and the others are in the broadcast."""
+    topology, ends = Topology.from_nodes([[0, 1]]), []
 
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
     for step in range(1, 7):
-        tensors = [torch.full((10,), float(step) if rank == 0 else 0.0)]
-        with mock.patch.object(broadcast, "_check_arguments", interrupt) if (rank, step) == (1, 4) else nullcontext():
+        tensor, leaves = torch.full((10,), float(step) if rank == 0 else 0.0), (rank, step) == (1, 4)
+        if leaves and why == "freed":
+            tensor.untyped_storage().resize_(0)
+        elif leaves and why != "interrupted":
+            tensor = tensor[:1].expand(10) if why == "expanded" else tensor.to("meta")
+        with mock.patch.object(broadcast, "_check_arguments", interrupt) if leaves and why == "interrupted" else nullcontext():
             try:
-                coalesced_bcast(tensors, 0, topology)
+                coalesced_bcast([tensor], 0, topology)
             except BaseException as error:
-                ends.append(type(error).__name__)
+                ends.append((type(error).__name__, str(error)))
             else:
-                ends.append("right" if (tensors[0] == step).all() else f"{tensors[0][0]} at step {step}")
+                ends.append(("right", "") if (tensor == step).all() else ("wrong", f"{tensor[0]} at step {step}"))
         dist.barrier()
     return ends
 
 
-def test_a_rank_that_was_interrupted_does_not_get_the_values_of_another_call() -> None:
-    first, second = ranks.run(2, one_interrupted)
-    assert second == ["right"] * 3 + ["KeyboardInterrupt"] + ["right"] * 2
-    assert [end == "right" for end in first] == [True] * 3 + [False] + [True] * 2
+@pytest.mark.parametrize("why", LEAVES)
+def test_all_learn_why_a_rank_has_left_a_call_and_none_gets_the_values_of_another(why: str) -> None:
+    first, second = ranks.run(2, one_leaves, why)
+    right, (kind, text) = ("right", ""), LEAVES[why]
+    assert first[:3] + first[4:] == second[:3] + second[4:] == [right] * 5
+    assert first[3][0] == kind
+    assert text in first[3][1]
+    assert second[3] == (("KeyboardInterrupt", "") if why == "interrupted" else first[3])
 
 
 @pytest.mark.parametrize("mistakes", [wrong_arguments, mistake_of_one])
