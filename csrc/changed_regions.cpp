@@ -206,8 +206,8 @@ int64_t apply_regions(
     TORCH_CHECK_VALUE(!encoded.is_alias_of(tensor), op, ": expected the changes to be other memory");
   }
   const auto changed = decode_regions(op, in, base, rows, begin, end, false);
-  decode_regions(op, in, base, rows, begin, end, true);
   mark_written(base);
+  decode_regions(op, in, base, rows, begin, end, true);
   return changed;
 }
 

@@ -352,8 +352,8 @@ int64_t apply_changes(const at::Tensor& encoded, at::Tensor& base) {
   TORCH_CHECK_VALUE(!encoded.is_alias_of(base), op, ": expected the changes to be other memory");
   auto* const bytes = base.mutable_data_ptr<uint8_t>();
   const auto changed = decode(op, in, base.numel(), bytes, false);
-  decode(op, in, base.numel(), bytes, true);
   mark_written({base});
+  decode(op, in, base.numel(), bytes, true);
   return changed;
 }
 

@@ -80,14 +80,16 @@ namespace {
 
 void pack(const at::Tensor& bucket, at::TensorList sources, const at::Tensor& copies) {
   const at::NoGradGuard no_grad;
-  region_copy(bucket, sources, decode_copies(bucket, sources, copies), Direction::kPack);
+  const auto rows = decode_copies(bucket, sources, copies);
   mark_written(bucket);
+  region_copy(bucket, sources, rows, Direction::kPack);
 }
 
 void unpack(const at::Tensor& bucket, at::TensorList targets, const at::Tensor& copies) {
   const at::NoGradGuard no_grad;
-  region_copy(bucket, targets, decode_copies(bucket, targets, copies), Direction::kUnpack);
+  const auto rows = decode_copies(bucket, targets, copies);
   mark_written(targets);
+  region_copy(bucket, targets, rows, Direction::kUnpack);
 }
 
 // The table of dtypes.h: names and codes.

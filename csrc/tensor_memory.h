@@ -22,7 +22,8 @@ void check_array(const char* op, const char* name, const at::Tensor& tensor, at:
 // The numbers in a table that an op takes: an array of int64.
 const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims);
 
-// Tells autograd that tensors were written in place, as every in-place op does.
+// Tells autograd that tensors are written in place, as every in-place op does: before the first write, as a call that
+// fails later has changed them, too, and after the last check of its arguments.
 void mark_written(at::TensorList tensors);
 
 } // namespace epload

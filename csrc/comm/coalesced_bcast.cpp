@@ -261,9 +261,9 @@ void coalesced_bcast(
     const auto plan = plan_of(tensors, bucket_bytes);
     const at::NoGradGuard no_grad;
     const ExplicitStream on_stream(device, stream);
+    mark_written(tensors);
     broadcast_buckets(tensors, plan, route, device);
   }
-  mark_written(tensors);
 }
 
 } // namespace

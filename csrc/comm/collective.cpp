@@ -10,6 +10,9 @@
 namespace epload {
 namespace {
 
+// "epld": messages of the caller's on the same group have others, by default 0, or would get our bytes.
+constexpr int kTag = 0x65706c64;
+
 // NCCL's synchronous mode returns no work: the step is already ordered on the current stream.
 void wait_for(const Work& work) {
   if (work) {
@@ -109,13 +112,13 @@ void Group::all_gather(const at::Tensor& flat) const {
 Work Group::send(const at::Tensor& flat, int64_t peer) const {
   const auto to = rank_in_group(peer); // first, as an absent group has no ranks
   std::vector<at::Tensor> tensors{flat};
-  return group_->send(tensors, to, /*tag=*/0);
+  return group_->send(tensors, to, kTag);
 }
 
 Work Group::receive(const at::Tensor& flat, int64_t peer) const {
   const auto from = rank_in_group(peer);
   std::vector<at::Tensor> tensors{flat};
-  return group_->recv(tensors, from, /*tag=*/0);
+  return group_->recv(tensors, from, kTag);
 }
 
 int Group::rank_in_group(int64_t global_rank) const {

@@ -209,6 +209,7 @@ int64_t relay(
   const auto chunks = cut(steps, chunk_bytes);
   int64_t messages = 0;
   Waiter waiter(board, seconds);
+  mark_written(bucket);
   std::vector<Sending> sends;
   Inbox from_inter(inter, &RelayStep::from_inter), from_intra(intra, &RelayStep::from_intra);
   for (const auto& chunk : chunks) {
@@ -253,9 +254,7 @@ int64_t relay_op(
     rows.push_back({row[0], row[1], row[2], row[3], row[4], row[5]});
   }
   const auto device = bucket.device().type();
-  const auto messages = relay(bucket, rows, {inter_group, device}, {intra_group, device}, chunk_bytes, board, seconds);
-  mark_written(bucket);
-  return messages;
+  return relay(bucket, rows, {inter_group, device}, {intra_group, device}, chunk_bytes, board, seconds);
 }
 
 } // namespace

@@ -144,9 +144,9 @@ Outcome read_regions(
   OpenFiles probed("read_regions", descriptors), open("read_regions", descriptors, direct);
   const auto gap = measure_gap(crossing, probed.reader());
   const auto make_end = [&] { return open.reader(); };
+  mark_written(targets);
   pipe.has_value() ? crossing.run(**pipe, (*pipe)->threads(), targets, make_end, gap)
                    : crossing.run(threads, targets, make_end, gap);
-  mark_written(targets);
   return open.outcome();
 }
 
@@ -223,8 +223,8 @@ void transfer(
     return true;
   };
   const Crossing crossing(rows.files, devices, rows.copies, direction, pipe.piece_bytes(), pipe.piece_bytes());
-  crossing.run(pipe, pipe.threads(), devices, [&] { return Move(move); }, 0);
   mark_written(reads ? devices : hosts);
+  crossing.run(pipe, pipe.threads(), devices, [&] { return Move(move); }, 0);
 }
 
 void upload(

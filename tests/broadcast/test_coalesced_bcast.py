@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from epload import Topology, broadcast, coalesced_bcast
+from epload.native import ops
 from support import ranks
 from support.broadcasts import MATRIX, SHAPES, Nodes, Refusals, agree, exchange, in_place_and_parameters, matrix, raw_op
+from support.failures import raised
 from support.on_ranks import on_ranks
 from support.tensor_classes import Halved
 
@@ -51,6 +53,33 @@ def test_tensors_sent_in_place_and_parameters() -> None:
 
 def test_raw_op_with_groups_of_new_group() -> None:
     assert ranks.run(4, raw_op) == [[]] * 4
+
+
+@on_ranks(2)
+def test_messages_of_the_caller_on_the_same_group_are_not_taken_for_those_of_the_op(rank: int) -> list[str]:
+    group, weight, own = dist.new_group(), torch.full((4,), 1.0 - rank), torch.full((4,), 9.0 * (1 - rank))
+    pending = dist.irecv(own, 0, group) if rank == 1 else None
+    ops.coalesced_bcast([weight], 0, "", group.group_name, 1 << 20, "two_level")
+    if pending is not None:
+        pending.wait()
+    else:
+        dist.send(own, 1, group)
+    return [] if (weight.tolist(), own.tolist()) == ([1.0] * 4, [9.0] * 4) else [f"{weight} {own}"]
+
+
+@on_ranks(2)
+def test_autograd_learns_of_a_broadcast_that_fails_but_not_of_one_that_is_refused(rank: int) -> list[str]:
+    group, tensor = dist.new_group(), torch.zeros(4)
+    ends = [
+        raised(lambda: ops.coalesced_bcast([tensor], 0, "", group.group_name, 64, "ring"))[0],
+        raised(lambda: coalesced_bcast([tensor], bucket_bytes=4 if rank == 1 else 64))[0],
+        tensor._version,
+    ]
+    if rank == 0:
+        dist.destroy_process_group(group)
+        return [] if ends == ["ValueError", "ValueError", 0] else [f"{ends}"]
+    ends += [raised(lambda: ops.coalesced_bcast([tensor], 0, "", group.group_name, 64, "two_level"))[0], tensor._version > 0]
+    return [] if ends == ["ValueError", "ValueError", 0, "RuntimeError", True] else [f"{ends}"]
 
 
 @on_ranks(4, limit=60)
