@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.fx import operator_schemas
 
 from epload.core import dtypes
@@ -207,6 +210,22 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.library.opcheck(torch.ops.epload.pack.default, arguments)
     torch.library.opcheck(torch.ops.epload.unpack.default, arguments)
     torch.library.opcheck(torch.ops.epload.coalesced_bcast.default, (tensors, 0, "", "", 64, "two_level"))
+
+
+def test_a_broadcast_whose_tensors_are_not_used_again_is_compiled() -> None:
+    called = []
+
+    def keep(graph: Any, _: object) -> Any:
+        called.extend(value for node in graph.graph.nodes for value in (node.target, *node.args))
+        return make_boxed_func(graph.forward)
+
+    def broadcast(x: Tensor) -> Tensor:
+        ops.coalesced_bcast([x + 1], 0, "", "", 64, "two_level")
+        return x * 2
+
+    compiled = torch.compile(broadcast, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    assert compiled(torch.ones(4)).tolist() == [2.0] * 4
+    assert torch.ops.epload.coalesced_bcast.default in called
 
 
 INT64_MAX = 2**63 - 1

@@ -419,3 +419,5 @@ def _reject_meta(name: str, label: str) -> None:
 _reject_meta("coalesced_bcast", "coalesced_bcast")
 _reject_meta("pack", "region_copy")
 _reject_meta("unpack", "region_copy")
+# torch.compile would drop a broadcast whose tensors are not used again, and the other ranks would wait.
+torch.fx.node.has_side_effect(_ops.coalesced_bcast.default)
