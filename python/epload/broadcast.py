@@ -28,7 +28,7 @@ DEFAULT_BUCKET_BYTES_ON_CPU = 16 << 20
 
 def coalesced_bcast(
     tensors: Iterable[Tensor],
-    src: int = 0,
+    src: int | None = None,
     topology: Topology | None = None,
     *,
     bucket_bytes: int | None = None,
@@ -36,7 +36,7 @@ def coalesced_bcast(
     stream: torch.Stream | None = None,
     check: bool = True,
 ) -> None:
-    """Broadcasts tensors in place from global rank ``src`` to all ranks of the topology, packed into buckets.
+    """Broadcasts tensors in place from one rank to all ranks of the topology, packed into buckets.
 
     Collective over the topology's ranks. The call returns when this rank's tensors hold the source's values, or on a device,
     when the work that writes them is queued on ``stream``. No gradient is recorded.
@@ -45,7 +45,7 @@ def coalesced_bcast(
         tensors: dense plain tensors or parameters of any shape and dtype, including 0-d and empty ones, all on one device.
             Every rank passes the same shapes and dtypes in the same order. Strides may differ. Tensors that share memory on a
             receiving rank have to share it on the source, too.
-        src: global rank whose values are sent.
+        src: global rank whose values are sent; the topology's first if None.
         topology: the ranks that take part and their nodes. If None, the nodes of the whole job, discovered at the first call.
         bucket_bytes: maximum bytes of a bucket, from 16 to 2**60. A larger tensor is split. Default: 64 MiB, and 16 MiB for
             CPU tensors.
@@ -91,7 +91,7 @@ def coalesced_bcast(
 
 def _broadcast(
     tensors: list[Tensor],
-    src: int,
+    src: int | None,
     topology: Topology,
     bucket_bytes: int | None,
     algorithm: str,
@@ -99,6 +99,7 @@ def _broadcast(
     check: bool,
     watched: bool,
 ) -> None:
+    src = topology.ranks[0] if src is None else src
     options = str((src, bucket_bytes, algorithm))
     if bucket_bytes is None:
         on_cpu = bool(tensors) and isinstance(tensors[0], Tensor) and tensors[0].device.type == "cpu"

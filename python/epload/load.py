@@ -145,7 +145,7 @@ def load_state(
     strict: bool = True,
     variant: str = "",
     topology: Topology | None = None,
-    src: int = 0,
+    src: int | None = None,
     readers: Readers = "auto",
     algorithm: Algorithms = "auto",
     bucket_bytes: int = WAVE_BYTES,
@@ -188,7 +188,7 @@ def load_state(
     """
     with preparing_call(topology):
         topology = as_topology(topology, as_timedelta(timeout))
-        topology.check_source(src)
+        src = topology.check_source(src)
     with exclusive(Call("load_state()", topology), as_timedelta(timeout)), topology.control.guard():
         flat, source, values, missing = agree_on_values(topology.control, state, checkpoint, src, strict)
     report = load(

@@ -138,14 +138,19 @@ def test_parts_of_a_job_work_side_by_side(rank: int) -> list[str]:
             wrong.append(f"src {src}: {tensors}")
     if raised(lambda: coalesced_bcast([torch.zeros(1)], src=stranger, topology=topo))[0] != "ValueError":
         wrong.append("a source of the other half")
-    src = own[-1]
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-    state = {k: torch.arange(v.numel(), dtype=v.dtype).view_as(v) + 1000 * half for k, v in model.state_dict().items()}
-    loader = HierarchicalLoader(topology=topo, src=src, progress=False)
-    report = loader.load(model, state if rank == src else None)
-    if report.missing_keys or report.unexpected_keys:
-        wrong.append(str(report))
-    wrong.extend(f"{k} is wrong" for k, v in model.state_dict().items() if not torch.equal(v, state[k]))
+    loader = HierarchicalLoader(topology=topo, src=own[-1], progress=False)
+    for src, load in ((own[-1], loader.load), (own[0], partial(epload.load, topology=topo, readers="one", progress=False))):
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        state = {k: torch.arange(v.numel(), dtype=v.dtype).view_as(v) + 1000 * half for k, v in model.state_dict().items()}
+        report = load(model, state if rank == src else None)
+        if report.missing_keys or report.unexpected_keys:
+            wrong.append(str(report))
+        wrong.extend(f"{k} is wrong" for k, v in model.state_dict().items() if not torch.equal(v, state[k]))
+    filled, sent = {"values": torch.zeros(2)}, torch.full((2,), float(rank))
+    epload.load_state(filled, {"values": sent} if rank == own[0] else None, readers="one", topology=topo, progress=False)
+    coalesced_bcast([sent], topology=topo)
+    if not filled["values"].tolist() == sent.tolist() == [float(own[0])] * 2:
+        wrong.append(f"without src: {filled}, {sent}")
     return wrong
 
 

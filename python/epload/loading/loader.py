@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count as count_from
 from pathlib import Path
@@ -60,7 +61,7 @@ class HierarchicalLoader:
         self,
         topology: Topology | None = None,
         *,
-        src: int = 0,
+        src: int | None = None,
         readers: Readers = "auto",
         algorithm: Algorithms = "auto",
         bucket_bytes: int = WAVE_BYTES,
@@ -82,12 +83,12 @@ class HierarchicalLoader:
         log.configure()
         log.check_progress(progress)
         self._timeout = as_timedelta(timeout)
-        self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
+        options = Options(readers, algorithm, 0, bucket_bytes, verify, direct_io)
         self.topology = as_topology(topology, self._timeout)
+        self.options = replace(options, src=self.topology.check_source(src))
         self._made_by = threading.current_thread()
         self._as_pretrained = True
         """See :class:`Request`."""
-        self.topology.check_source(src)
         self.progress = progress
         self._control = self.topology.control
         self._resources = Resources(self.topology, self.options, stream)

@@ -32,8 +32,8 @@ class LoadOptions:
     :class:`epload.HierarchicalLoader` and its ``load`` have arguments of the same names.
     """
 
-    src: int = 0
-    """The global rank that reads (``readers="one"``); the leaders of the nodes are on its rail."""
+    src: int | None = None
+    """The global rank that reads (``readers="one"``); the topology's first if None. The leaders of the nodes are on its rail."""
     algorithm: Algorithms = "auto"
     """The way of buckets between nodes: ``"two_level"`` through one rank of each, ``"striped"`` in as many stripes as a node has
     ranks. ``"auto"`` is ``"striped"`` for a model on a device if node sizes are equal, else ``"two_level"``. With ``"auto"``,

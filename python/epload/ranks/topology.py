@@ -157,10 +157,13 @@ class Topology:
                 "the process group with which this topology was made has been destroyed; make a new topology, and new loaders"
             )
 
-    def check_source(self, src: int) -> None:
-        """Raises ValueError if ``src`` is not a rank of this topology."""
+    def check_source(self, src: int | None) -> int:
+        """Returns ``src``; the first rank for None. Raises ValueError if it is not a rank of this topology."""
+        if src is None:
+            return self.ranks[0]
         if src not in self.ranks:
             raise ValueError(f"expected src among the topology's ranks {list(self.ranks)}, got {src}")
+        return src
 
     def leaders(self, src: int) -> tuple[int, ...]:
         """Returns one rank per node: those on the rail of ``src``, in the order of the nodes."""
