@@ -97,5 +97,7 @@ def _is_on_meta(value: Any) -> bool:
     """Returns True for a tensor on meta, and for a list, tuple or dict with one."""
     if isinstance(value, Tensor):
         return value.is_meta
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if not isinstance(value, dict | list | tuple):  # most of them
+        return False
+    parts = value.values() if isinstance(value, dict) else value
     return any(isinstance(part, Tensor) and part.is_meta for part in parts)
