@@ -81,17 +81,16 @@ int64_t Group::self() const {
 }
 
 void Group::broadcast(const at::Tensor& flat, int64_t global_root) const {
-  if (hccl_ != nullptr && broadcast_hccl(*hccl_, flat, rank_in_group(global_root))) {
+  const int root = rank_in_group(global_root);
+  if (hccl_ != nullptr) {
+    broadcast_hccl(*hccl_, flat, root);
     return;
   }
   c10d::BroadcastOptions options;
-  options.rootRank = rank_in_group(global_root);
+  options.rootRank = root;
   options.asyncOp = false;
   std::vector<at::Tensor> tensors{flat};
   wait_for(group_->broadcast(tensors, options));
-  if (hccl_ != nullptr) {
-    drain_hccl(flat);
-  }
 }
 
 void Group::all_gather(const at::Tensor& flat) const {

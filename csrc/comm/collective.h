@@ -30,7 +30,7 @@ class Group {
 
   // Broadcasts `flat` (contiguous bytes) from `global_root` on the current stream, in c10d's synchronous mode. On a
   // device the host does not wait; over gloo it does. HCCL's process group has no such mode: libepload_npu calls HCCL
-  // itself; where that is not possible yet, the group's broadcast runs on the group's stream and is ordered by events.
+  // itself.
   void broadcast(const at::Tensor& flat, int64_t global_root) const;
 
   // Gathers the equal parts of `flat` (contiguous bytes) in place, part i from the i-th rank of the group; otherwise as

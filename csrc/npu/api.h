@@ -12,9 +12,9 @@ namespace c10d {
 class Backend;
 }
 
-constexpr uint32_t kEploadNpuInterface = 5; // raised when a signature below changes
+constexpr uint32_t kEploadNpuInterface = 6; // raised when a signature below changes
 
-enum EploadNpuStatus : int { kEploadNpuDone = 0, kEploadNpuNotYet = -1, kEploadNpuThrew = INT_MIN };
+enum EploadNpuStatus : int { kEploadNpuDone = 0, kEploadNpuThrew = INT_MIN };
 
 // What torch_npu or CANN threw. No exception leaves the functions below, as they may be compiled by another compiler
 // than their caller.
@@ -32,21 +32,16 @@ extern "C" {
 uint32_t epload_npu_interface() noexcept;
 
 // HcclBroadcast of `nbytes` at `data` (memory of the current device) from rank `root` of `backend`'s group, on the
-// current stream, with the group's own communicator. The host does not wait. kEploadNpuNotYet: the backend is not
-// torch_npu's, or has no communicator for this device yet, and nothing was queued; kEploadNpuThrew; otherwise HCCL's
-// error code.
+// current stream, with the group's own communicator, which the first one makes. The host waits for that only.
+// kEploadNpuDone, kEploadNpuThrew, or HCCL's error code.
 int epload_npu_broadcast(
     c10d::Backend* backend, void* data, uint64_t nbytes, uint32_t root, EploadNpuError* error) noexcept;
 
-// Waits on the host for all that is queued on the current stream. kEploadNpuDone or kEploadNpuThrew.
-int epload_npu_drain(EploadNpuError* error) noexcept;
-
-// Writes the global ranks of `backend`'s group, `size` of them, in group-rank order. kEploadNpuNotYet: it is not
-// torch_npu's, or of another size; or kEploadNpuThrew.
+// Writes the global ranks of `backend`'s group, `size` of them, in group-rank order. kEploadNpuDone or kEploadNpuThrew.
 int epload_npu_ranks(c10d::Backend* backend, uint32_t* ranks, uint32_t size, EploadNpuError* error) noexcept;
 
-// Ends what `backend`'s communicators do. c10d's Backend::abort() does not reach torch_npu's. kEploadNpuNotYet: it is
-// not torch_npu's; or kEploadNpuThrew.
+// Ends what `backend`'s communicators do. c10d's Backend::abort() does not reach torch_npu's. kEploadNpuDone or
+// kEploadNpuThrew.
 int epload_npu_abort(c10d::Backend* backend, EploadNpuError* error) noexcept;
 
 // Whether a storage's elements lie where strides say, and not in one of Ascend's own formats.

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
-#include <numeric>
 
 #define EPLOAD_EXPORT __attribute__((visibility("default")))
 
@@ -32,37 +31,27 @@ int guarded(EploadNpuError* error, const Work& work) noexcept {
   return kEploadNpuThrew;
 }
 
-int broadcast(c10d::Backend* backend, void* data, uint64_t nbytes, uint32_t root) {
+c10d_npu::ProcessGroupHCCL& of_torch_npu(c10d::Backend* backend) {
   auto* const group = dynamic_cast<c10d_npu::ProcessGroupHCCL*>(backend);
-  if (group == nullptr) {
-    return kEploadNpuNotYet;
-  }
+  TORCH_CHECK(group != nullptr, "it is not torch_npu's");
+  return *group;
+}
+
+int broadcast(c10d::Backend* backend, void* data, uint64_t nbytes, uint32_t root) {
   const auto stream = c10_npu::getCurrentNPUStream();
-  const auto communicator = group->tryGetHcclComm(stream.device_index());
-  if (communicator == nullptr) {
-    return kEploadNpuNotYet;
-  }
+  // Made on this thread if there is none yet. A broadcast of the group's own would leave HCCL's set-up of links to
+  // torch_npu's task queue, which drops all later operators if it fails.
+  const auto communicator =
+      of_torch_npu(backend).getHcclCommByDevices({c10::Device(c10::DeviceType::PrivateUse1, stream.device_index())});
   // stream() first submits what is left in torch_npu's task queue for the device, so that the program's order is kept.
   return HcclBroadcast(data, nbytes, HCCL_DATA_TYPE_UINT8, root, communicator->getHcclComm(), stream.stream());
 }
 
-int drain() {
-  c10_npu::getCurrentNPUStream().synchronize();
-  return kEploadNpuDone;
-}
-
 int ranks_of(c10d::Backend* backend, uint32_t* ranks, uint32_t size) {
-  const auto* const group = dynamic_cast<c10d_npu::ProcessGroupHCCL*>(backend);
-  if (group == nullptr) {
-    return kEploadNpuNotYet;
-  }
-  const auto& known = group->groupRanks();
-  if (known.empty()) { // the default group
-    std::iota(ranks, ranks + size, 0U);
-    return kEploadNpuDone;
-  }
-  std::copy_n(known.begin(), std::min<size_t>(known.size(), size), ranks);
-  return known.size() == size ? kEploadNpuDone : kEploadNpuNotYet;
+  const auto& known = of_torch_npu(backend).groupRanks();
+  TORCH_CHECK(known.size() == size, "it has ", size, " ranks and names ", known.size());
+  std::copy(known.begin(), known.end(), ranks);
+  return kEploadNpuDone;
 }
 
 int copy_all(const EploadNpuCopy* copies, uint64_t count) {
@@ -88,10 +77,6 @@ EPLOAD_EXPORT int epload_npu_broadcast(
   return guarded(error, [&] { return broadcast(backend, data, nbytes, root); });
 }
 
-EPLOAD_EXPORT int epload_npu_drain(EploadNpuError* error) noexcept {
-  return guarded(error, [] { return drain(); });
-}
-
 EPLOAD_EXPORT int epload_npu_ranks(
     c10d::Backend* backend, uint32_t* ranks, uint32_t size, EploadNpuError* error) noexcept {
   return guarded(error, [&] { return ranks_of(backend, ranks, size); });
@@ -99,11 +84,7 @@ EPLOAD_EXPORT int epload_npu_ranks(
 
 EPLOAD_EXPORT int epload_npu_abort(c10d::Backend* backend, EploadNpuError* error) noexcept {
   return guarded(error, [&] {
-    auto* const hccl = dynamic_cast<c10d_npu::ProcessGroupHCCL*>(backend);
-    if (hccl == nullptr) {
-      return static_cast<int>(kEploadNpuNotYet);
-    }
-    hccl->abort();
+    of_torch_npu(backend).abort();
     return static_cast<int>(kEploadNpuDone);
   });
 }

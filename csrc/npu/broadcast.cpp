@@ -17,7 +17,6 @@ const NpuLibrary& npu_library() {
     NpuLibrary library;
     if (sibling.present()) {
       sibling.find(library.broadcast, "epload_npu_broadcast");
-      sibling.find(library.drain, "epload_npu_drain");
       sibling.find(library.ranks, "epload_npu_ranks");
       sibling.find(library.abort, "epload_npu_abort");
       sibling.find(library.plain, "epload_npu_plain");
@@ -32,38 +31,24 @@ bool has_plain_format(const at::Tensor& tensor) {
   return npu_library().plain == nullptr || npu_library().plain(tensor.storage().unsafeGetStorageImpl());
 }
 
-bool broadcast_hccl(c10d::Backend& backend, const at::Tensor& flat, int root) {
-  if (npu_library().broadcast == nullptr) {
-    return false;
-  }
+void broadcast_hccl(c10d::Backend& backend, const at::Tensor& flat, int root) {
   EploadNpuError error;
   const int status = npu_library().broadcast(
       &backend, flat.data_ptr(), static_cast<uint64_t>(flat.nbytes()), static_cast<uint32_t>(root), &error);
   TORCH_CHECK(status != kEploadNpuThrew, "epload: HcclBroadcast on ", flat.device(), " failed: ", error.text);
-  TORCH_CHECK(status == kEploadNpuDone || status == kEploadNpuNotYet, "epload: HcclBroadcast failed with ", status);
-  return status == kEploadNpuDone;
-}
-
-void drain_hccl(const at::Tensor& flat) {
-  if (npu_library().drain == nullptr) {
-    return;
-  }
-  EploadNpuError error;
-  const int status = npu_library().drain(&error);
-  TORCH_CHECK(status == kEploadNpuDone, "epload: the first HcclBroadcast on ", flat.device(), " failed: ", error.text);
+  TORCH_CHECK(status == kEploadNpuDone, "epload: HcclBroadcast on ", flat.device(), " failed with ", status);
 }
 
 std::vector<int64_t> ranks_hccl(c10d::Backend& backend) {
-  std::vector<uint32_t> ranks(backend.getSize());
-  EploadNpuError error;
   auto* const ask = npu_library().ranks;
-  const int status =
-      ask == nullptr ? kEploadNpuNotYet : ask(&backend, ranks.data(), static_cast<uint32_t>(ranks.size()), &error);
-  TORCH_CHECK(status != kEploadNpuThrew, "epload: torch_npu does not say the ranks of a group of HCCL's: ", error.text);
   TORCH_CHECK_VALUE(
-      status == kEploadNpuDone,
+      ask != nullptr,
       "epload: a group of HCCL's does not say which global ranks it holds, and this build lacks the part that asks "
       "torch_npu; rebuild epload with EPLOAD_NPU=1");
+  std::vector<uint32_t> ranks(backend.getSize());
+  EploadNpuError error;
+  const int status = ask(&backend, ranks.data(), static_cast<uint32_t>(ranks.size()), &error);
+  TORCH_CHECK(status == kEploadNpuDone, "epload: torch_npu does not say the ranks of a group of HCCL's: ", error.text);
   return {ranks.begin(), ranks.end()};
 }
 
@@ -76,8 +61,8 @@ bool abort_hccl(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   }
   EploadNpuError error;
   const int status = npu_library().abort(group->getBackend(c10::DeviceType::PrivateUse1).get(), &error);
-  TORCH_CHECK(status != kEploadNpuThrew, "epload: the abort of a group of HCCL's failed: ", error.text);
-  return status == kEploadNpuDone;
+  TORCH_CHECK(status == kEploadNpuDone, "epload: the abort of a group of HCCL's failed: ", error.text);
+  return true;
 }
 
 } // namespace

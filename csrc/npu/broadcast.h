@@ -14,7 +14,6 @@ namespace epload {
 
 struct NpuLibrary {
   decltype(&epload_npu_broadcast) broadcast = nullptr; // all null in a build without it
-  decltype(&epload_npu_drain) drain = nullptr;
   decltype(&epload_npu_ranks) ranks = nullptr;
   decltype(&epload_npu_abort) abort = nullptr;
   decltype(&epload_npu_plain) plain = nullptr;
@@ -28,15 +27,9 @@ const NpuLibrary& npu_library();
 // this build.
 bool has_plain_format(const at::Tensor& tensor);
 
-// Broadcasts contiguous bytes from rank `root` of the group on the current stream of their device. Returns false, and
-// queues nothing, if libepload_npu is not in this build or the group has no communicator yet; its first broadcast makes
-// one. Throws c10::Error if HCCL fails.
-bool broadcast_hccl(c10d::Backend& backend, const at::Tensor& flat, int root);
-
-// To be called after the first broadcast of a group, which torch_npu runs on a stream of the group's own: waits for it
-// on the host. From then on the communicator is used on other streams, and HCCL does not promise what becomes of
-// operations of one communicator on two streams.
-void drain_hccl(const at::Tensor& flat);
+// Broadcasts contiguous bytes from rank `root` of the group, of which ranks_hccl() knows, on the current stream of
+// their device. Throws c10::Error if HCCL fails.
+void broadcast_hccl(c10d::Backend& backend, const at::Tensor& flat, int root);
 
 // Global ranks of an HCCL group, which its backend exposes only to torch_npu's own code. Throws ValueError if
 // libepload_npu is not in this build.

@@ -108,16 +108,6 @@ def test_a_build_that_cannot_be_is_refused(variable: str, wanted: str, parts: li
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_torch_npu_that_does_not_give_its_communicators_is_refused(tmp_path: Path) -> None:
-    folder, version = tmp_path / "torch_npu", f"{torch.__version__.partition('+')[0]}.test"
-    header = {"include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp": "class ProcessGroupHCCL {};"}
-    add_files(folder, {"lib/empty": "", "__init__.py": "", "version.py": f"__version__ = '{version}'\n", **header})
-    wishes = {"EPLOAD_NPU": "1", "PYTHONPATH": str(tmp_path)}
-    message = refused_build(sys.executable, "build_ext", "--build-lib", str(tmp_path / "built"), **wishes)
-    assert lacking(message, "tryGetHcclComm", version, str(folder), "2.13.0", "EPLOAD_NPU=0") == []
-    assert not (tmp_path / "built").exists()
-
-
 def test_a_build_without_torch_is_refused(tmp_path: Path) -> None:
     """Before pip would download one of its own choice."""
     venv.create(tmp_path / "empty", with_pip=False)

@@ -120,7 +120,7 @@ Stream* stream_of(void* handle) {
 }
 
 thread_local int current_device = 0;
-std::atomic<int> device_error{0};
+std::atomic<int> device_error{0}, broadcast_error{0};
 thread_local bool has_context = false;
 
 int allocate(void** data, size_t nbytes) {
@@ -388,7 +388,14 @@ CANN int HcclGetCommName(void* communicator, char* name) {
   std::strcpy(name, static_cast<Communicator*>(communicator)->name);
   return kFine;
 }
+// For tests: the next broadcast of this process fails.
+CANN void fakecann_fail_broadcast(int error) {
+  broadcast_error = error;
+}
 CANN int HcclBroadcast(void* data, uint64_t count, int type, uint32_t root, void* communicator, void* stream) {
+  if (const int error = broadcast_error.exchange(kFine); error != kFine) {
+    return error;
+  }
   auto* const group = static_cast<Communicator*>(communicator);
   const size_t nbytes = count * item_size(type);
   trace("broadcast", nbytes, stream);

@@ -1,8 +1,9 @@
-"""One rank: ``refusals.py RANK RANKS FOLDER``. Passes streams that torch_npu did not make, then one that it made. Prints what was
-refused and how, what was wrong, and how much the trace had by then."""
+"""One rank: ``refusals.py RANK RANKS FOLDER``. Passes streams that torch_npu did not make, then one that it made, with which HCCL
+fails once. Prints what was refused and how, what was wrong, and how much the trace had by then."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -16,6 +17,8 @@ import torch_npu  # noqa: F401  (brings the device)
 import epload
 
 NODES = [[0, 1], [2, 3]]
+NO_LINK = 9
+"""An error of HCCL."""
 
 
 def main(rank: int, ranks: int, folder: str) -> None:
@@ -44,10 +47,16 @@ def main(rank: int, ranks: int, folder: str) -> None:
     refused("op", lambda: epload.coalesced_bcast(tensors, topology=topology, stream=external))
     given = external if rank == 2 else stream
     refused("op, rank 2", lambda: epload.coalesced_bcast(tensors, topology=topology, stream=given))
-    refused("native op", lambda: torch.ops.epload.coalesced_bcast(tensors, 0, everyone, "", 1000, "two_level", external))
+
+    def native(given: torch.Stream) -> None:
+        torch.ops.epload.coalesced_bcast(tensors, 0, everyone, "", 1000, "two_level", given)
+
+    refused("native op", lambda: native(external))
     refused("loader", lambda: load(external))
     trace = Path(os.environ["FAKECANN_TRACE"])
     so_far = len(trace.read_text().splitlines()) if trace.exists() else 0
+    ctypes.CDLL("libascendcl.so").fakecann_fail_broadcast(NO_LINK)
+    refused("first broadcast", lambda: native(stream))
 
     epload.coalesced_bcast(tensors, topology=topology, stream=stream)
     load(stream)

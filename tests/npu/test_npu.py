@@ -91,25 +91,18 @@ def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: P
         assert sum(line[0] == "communicator" for line in lines) == expected
         second = lines[answer["begin"] :]  # the groups have their communicators
         ours = answer["stream"]
-        assert {line[2] for line in second if line[0] == "broadcast"} == ({ours} if moves else set())
+        assert {line[2] for line in lines if line[0] == "broadcast"} == ({ours} if moves else set())
         # What a rank reads crosses on the streams of its pipe, on which short pieces are also copied to their places.
         to_device = {line[2] for line in second if line[0] == "host-to-device" and int(line[1]) >= 2000}
         assert bool(to_device) == answer["reads"]
         assert ours not in to_device
         inside = {line[2] for line in second if line[0] == "device-to-device"}
         assert inside - to_device == ({ours} if moves else set())
-        if not case.startswith("op"):
-            continue
-        # A group's first broadcast is over before its communicator is used on another stream.
-        firsts = [i for i, line in enumerate(lines) if line[0] == "broadcast" and line[2] != ours]
-        assert len(firsts) == sum(line[0] == "communicator" for line in lines)
-        for first in firsts:
-            after = [line[0] for line in lines[first + 1 :] if line[0] in ("broadcast", "synchronize") and line[2] == ours]
-            assert after[0] == "synchronize", lines[first:]
 
 
 def test_a_stream_that_torch_npu_did_not_make_is_refused(cann: Path, tmp_path: Path) -> None:
-    """On every rank alike, before a communicator is made; the native op by torch_npu, where it would wait for the caller."""
+    """On every rank alike, before a communicator is made; the native op by torch_npu, where it would wait for the caller. A first
+    broadcast that fails is the call's own error: what torch_npu queues later still runs."""
     answers = run_ranks("refusals.py", cann, tmp_path)
     for answer, lines in answers:
         assert answer["wrong"] == []
@@ -122,6 +115,7 @@ def test_a_stream_that_torch_npu_did_not_make_is_refused(cann: Path, tmp_path: P
         "op, rank 2": ("ValueError", ["ExternalStream", "torch.npu.Stream", "[rank 2]"]),
         "native op": ("RuntimeError", ["External NPU stream is not supported"]),
         "loader": ("ValueError", ["ExternalStream", "torch.npu.Stream"]),
+        "first broadcast": ("RuntimeError", ["HcclBroadcast on npu:0 failed with 9"]),
     }.items():
         assert outcomes[what][0] == kind, outcomes
         assert [part for part in parts if part not in outcomes[what][1]] == [], outcomes
@@ -139,7 +133,7 @@ def test_sync_between_two_jobs(cann: Path, tmp_path: Path) -> None:
         groups = 1 if answer["sends"] else 2
         assert sum(line[0] == "communicator" for line in lines) == groups
         broadcasts = [line[2] for line in lines if line[0] == "broadcast"]
-        # The first of each group is on a stream that torch_npu makes for it.
+        # The first of each group is on a stream of its own.
         assert len(set(broadcasts)) == 2 * groups
 
 

@@ -55,10 +55,10 @@ def abort_hccl(group: Any) -> bool:
     """Ends operations of a ``ProcessGroup`` of HCCL's, whose own ``abort()`` does nothing (torch_npu 2.13). May not return.
 
     Returns:
-        False if this build lacks the part for NPUs, or the group is no such one.
+        False if this build lacks the part for NPUs.
 
     Raises:
-        RuntimeError: it has no backend for NPUs, or HCCL fails.
+        RuntimeError: it has no backend for NPUs, or not torch_npu's, or HCCL fails.
     """
     return bool(_ops.abort_hccl.default(group.boxed()))
 

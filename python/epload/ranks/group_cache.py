@@ -148,7 +148,6 @@ class GroupCache:
                     break
         control.delete_later(f"{prefix}/{key}" for key in store.keys)
         if ended.is_set() and not errors:
-            group.register()
             return group
         dispose([group] if ended.is_set() else [])
         if stop.is_set():

@@ -149,9 +149,10 @@ class Group:
         default = min(built, key=lambda name: (name not in ("nccl", "xccl"), name == "gloo"))
         group._set_default_backend(built[default][0])
         group._set_group_name(self._shared_name)
-        if device is not None:
-            _connect(group, device)
         self._group = group
+        self.register()
+        if device is not None:
+            self._connect(device)
         if self.on_devices:
             _at_exit()
             _with_devices.add(self)
@@ -197,6 +198,14 @@ class Group:
         assert self._group is not None
         _distributed_c10d._register_process_group(self.name, self._group)
 
+    def _connect(self, device: torch.device) -> None:
+        """Makes the communicator: returns when all members have called this."""
+        stream = torch.Stream(device)
+        with stream:
+            byte = torch.zeros(1, dtype=torch.uint8, device=device)
+            ops.coalesced_bcast([byte], self.ranks[0], "", self.name, 4096, "two_level")
+        stream.synchronize()
+
     def all_reduce_maximum(self, tensor: torch.Tensor) -> Any:
         """Begins to replace each element by the largest of all ranks. Returns torch's ``Work``."""
         assert self._group is not None
@@ -236,18 +245,6 @@ def gloo_devices() -> list[Any]:
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     devices = [gloo.create_device(interface=name, lazy_init=False) for name in names.split(",")] if names else []
     return devices or [gloo.create_default_device(lazy_init=False)]
-
-
-def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Makes the group's communicator: returns when all members have called this."""
-    stream = torch.Stream(device)
-    with stream:
-        options = dist.BroadcastOptions()
-        options.asyncOp = False
-        work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)], options)
-        if work is not None:
-            work.wait()
-    stream.synchronize()
 
 
 @contextmanager
