@@ -58,19 +58,19 @@ def test_groups_of_gloo_connect_at_once(rank: int) -> None:
         assert wrong(model, state_for(number)) == []
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_what_torch_would_end_the_process_for(watched: bool) -> None:
-    seen, store = [], GroupStore(dist.HashStore(), timedelta(seconds=9))
+@pytest.mark.parametrize(("backend", "watched"), [("nccl", False), ("nccl", True), ("hccl", False)])
+def test_what_torch_would_end_the_process_for(backend: str, watched: bool) -> None:
+    seen, store, variable = [], GroupStore(dist.HashStore(), timedelta(seconds=9)), f"TORCH_{backend.upper()}_BLOCKING_WAIT"
 
     def make(self: Group, name: str, *_: Any) -> Any:
-        seen.append((name, os.environ.get("TORCH_NCCL_BLOCKING_WAIT")))
+        seen.append((name, os.environ.get(variable)))
         raise ZeroDivisionError
 
-    with mock.patch.object(Group, "_make_backend", make), mock.patch.dict(os.environ, TORCH_NCCL_BLOCKING_WAIT="0"):
+    with mock.patch.object(Group, "_make_backend", make), mock.patch.dict(os.environ, {variable: "0"}):
         with pytest.raises(ZeroDivisionError):
-            Group("name", 0, [0], None).make(store, 0, timedelta(seconds=9), {"cuda": "nccl"}, watched=watched)
-        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
-    assert seen == [("nccl", "0" if watched else "1")]
+            Group("name", 0, [0], None).make(store, 0, timedelta(seconds=9), {"cuda": backend}, watched=watched)
+        assert os.environ[variable] == "0"
+    assert seen == [(backend, "0" if watched else "1")]
 
 
 @on_ranks(4, limit=60)

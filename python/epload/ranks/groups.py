@@ -125,8 +125,8 @@ class Group:
             backends: of the group.
             device: on which to make its communicator now. Otherwise the first operation makes it, which nothing can end if a
                 member does not come.
-            watched: whether torch ends the process when an operation of NCCL fails or takes longer than ``timeout``. Otherwise
-                nobody but epload ends operations.
+            watched: whether torch ends the process when an operation of NCCL or HCCL fails or takes longer than ``timeout``.
+                Otherwise nobody but epload ends operations.
         """
         self._enter_device()
         index, size = self.ranks.index(rank), len(self.ranks)
@@ -139,7 +139,7 @@ class Group:
         for kind_of_device, name in backends.items():
             if name not in built:
                 prefix = f"{kind_of_device}/"
-                with nullcontext() if watched or name != "nccl" else _unwatched():
+                with nullcontext() if watched or name not in ("nccl", "hccl") else _unwatched(name):
                     # Only gloo stops using the store once it is made. Threads of other backends may use theirs until the
                     # process exits, when Python code can no longer run.
                     inner = PrefixStore(prefix, store if name == "gloo" else own)
@@ -248,10 +248,11 @@ def gloo_devices() -> list[Any]:
 
 
 @contextmanager
-def _unwatched() -> Iterator[None]:
-    """A ProcessGroupNCCL that is made inside has no watchdog. The watchdog would end the process minutes after a member has
-    ended, although epload has raised, and after an operation that took longer than the timeout, although epload waits."""
-    name = "TORCH_NCCL_BLOCKING_WAIT"
+def _unwatched(backend: str) -> Iterator[None]:
+    """A ProcessGroupNCCL or ProcessGroupHCCL that is made inside has no watchdog, which would end the process minutes after a
+    member has ended, although epload has raised, and after an operation that took longer than the timeout, although epload
+    waits."""
+    name = f"TORCH_{backend.upper()}_BLOCKING_WAIT"
     with _environment:
         before = os.environ.pop(name, None)
         os.environ[name] = "1"
