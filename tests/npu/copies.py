@@ -1,5 +1,5 @@
-"""One process: unpacks contiguous regions from odd offsets and packs them again, on a stream. Prints what was wrong, and
-the stream."""
+"""One process: unpacks contiguous regions from odd offsets and packs them again, on a stream; fills a tensor in a format of
+Ascend's own. Prints what was wrong, and the stream."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import json
 import os
 
 import torch
-import torch_npu  # noqa: F401  (brings the device)
+import torch_npu
 
 from epload.core import dtypes
 from epload.native import ops
+from epload.planning.holdings import full_holdings
+from epload.sync.arrival import Arrival, layout_of
 
 OFFSETS = (2, 407, 1033)
 """Bytes; no view of float32 could begin there, so that torch's own copy would need a kernel."""
 
 
+NZ = 29
+"""A format of Ascend's own."""
 ODD_BYTES = 1501
 """Offset of fp8 values, of which bf16 values are made."""
 
@@ -54,6 +58,12 @@ def main() -> None:
         expected[box] = values[i][box]
         if not torch.equal(tensors[i].cpu(), expected):
             wrong.append(f"tensor {i}")
+    private = torch_npu.empty_with_format((32, 32), dtype=torch.float16, device="npu:0", acl_format=NZ)
+    try:
+        Arrival(full_holdings([private.shape], [private.dtype]), [layout_of(private)]).copy_into({0: private}, verify=False)
+        wrong.append("filled in a format of Ascend's own")
+    except ValueError as error:
+        wrong += [] if "Ascend's own formats" in str(error) else [str(error)]
     print(json.dumps({"wrong": wrong, "stream": hex(stream.npu_stream)}), flush=True)
     os._exit(0)  # torch_npu's end asks for more of CANN than there is here
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from epload.core.copy_table import byte_view
 from epload.core.placement import Box, box_slices
 from epload.errors import LoadError, message_of
+from epload.native import ops
 from epload.planning.holdings import NO_PART, Holdings
 
 TensorLayout = tuple[torch.Size, torch.dtype, torch.device]
@@ -54,11 +55,16 @@ class Arrival:
 
         Raises:
             LoadError: the tensors are others than when the version came, or differ from what has arrived.
+            ValueError: the elements of one do not lie where its strides say; nothing has been copied.
         """
         if any(layout_of(tensor) != self._layouts[i] for i, tensor in targets.items()):
             raise LoadError("the receiver's model has other tensors than when the version came; receive the next one")
         boxes = [(i, box_slices(*box)) for i in targets for box in self._boxes.get(i, ())]
         into, out_of = ([tensors[i].detach()[box] for i, box in boxes] for tensors in (targets, self.tensors))
+        nothing = torch.empty(0, 4, dtype=torch.int64, device="cpu")
+        for device in {tensor.device for tensor in into}:  # copy_ may leave a tensor in a format of Ascend's own as it was
+            there = [tensor for tensor in into if tensor.device == device]
+            ops.unpack(torch.empty(0, dtype=torch.uint8, device=device), there, nothing)
         with torch.inference_mode(any(target.is_inference() for target in into)):
             for target, source in zip(into, out_of, strict=True):  # _foreach_copy_ changes bits of NaN on CUDA
                 target.copy_(source)
