@@ -13,7 +13,8 @@
 namespace epload {
 namespace {
 
-// CANN's copy has no fp8 on Ascend 910 (documentation of aclnnInplaceCopy, CANN 8.5), so the host converts it.
+// CANN's copy has no fp8 on Ascend 910 (documentation of aclnnInplaceCopy, CANN 8.5), so the host converts it, and what
+// stays fp8 is copied as bytes.
 void unpack_by_host(const at::Tensor& bucket, const at::Tensor& tensor, RegionCopy copy) {
   const at::AutoDispatchBelowADInplaceOrView plain;
   auto region = tensor;
@@ -38,8 +39,12 @@ void region_copy_npu(
   }
   std::vector<EploadNpuCopy> runs;
   char* const base = static_cast<char*>(bucket.data_ptr());
-  for (const auto& copy : copies) {
-    const auto& tensor = tensors[copy.tensor];
+  for (auto copy : copies) {
+    auto tensor = tensors[copy.tensor];
+    if (tensor.scalar_type() == copy.dtype && c10::isFloat8Type(copy.dtype)) {
+      tensor = tensor.view(at::kByte);
+      copy.dtype = at::kByte;
+    }
     const auto s = collapse(tensor, copy);
     if (tensor.scalar_type() != copy.dtype && c10::isFloat8Type(copy.dtype) && direction == Direction::kUnpack) {
       unpack_by_host(bucket, tensor, copy);

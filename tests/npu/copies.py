@@ -24,6 +24,36 @@ ODD_BYTES = 1501
 """Offset of fp8 values, of which bf16 values are made."""
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The device's memory is the host's."""
+    nbytes = (sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), torch.device("cpu"), nbytes)
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+
+
+def strided_fp8() -> list[str]:
+    """Unpacks and packs columns of a matrix, with a kernel, of which the fake CANN has none. Returns what was wrong."""
+    kinds: set[torch.dtype] = set()
+
+    def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        kinds.update((target.dtype, source.dtype))
+        on_host(target).copy_(on_host(source))
+        return target
+
+    codes = torch.arange(64, dtype=torch.uint8).view(8, 8)
+    bucket, again = codes.flatten().to("npu:0"), torch.zeros(64, dtype=torch.uint8).to("npu:0")
+    matrix = torch.zeros(8, 16, dtype=torch.uint8).to("npu:0").view(torch.float8_e4m3fn)
+    table = torch.tensor([[0, 0, dtypes.code(torch.float8_e4m3fn), 2, 0, 4, 8, 8, 8, 1]])
+    torch.npu.synchronize()
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("copy_", copy, "PrivateUse1")
+    ops.unpack(bucket, [matrix], table)
+    ops.pack(again, [matrix], table)
+    found, expected = on_host(matrix).view(torch.uint8), torch.nn.functional.pad(codes, (4, 4))
+    right = torch.equal(found, expected) and torch.equal(on_host(again), codes.flatten())
+    return [] if right and kinds == {torch.uint8} else [f"columns of fp8, copied as {kinds}"]
+
+
 def main() -> None:
     torch.npu.set_device(0)
     values = [torch.arange(100.0), torch.arange(1000.0, 1064.0).view(8, 8), torch.arange(60.0) + 7]
@@ -64,6 +94,7 @@ def main() -> None:
         wrong.append("filled in a format of Ascend's own")
     except ValueError as error:
         wrong += [] if "Ascend's own formats" in str(error) else [str(error)]
+    wrong += strided_fp8()
     print(json.dumps({"wrong": wrong, "stream": hex(stream.npu_stream)}), flush=True)
     os._exit(0)  # torch_npu's end asks for more of CANN than there is here
 
