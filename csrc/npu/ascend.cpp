@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <typeinfo>
 
 #define EPLOAD_EXPORT __attribute__((visibility("default")))
 
@@ -90,6 +91,11 @@ EPLOAD_EXPORT int epload_npu_abort(c10d::Backend* backend, EploadNpuError* error
 }
 
 EPLOAD_EXPORT bool epload_npu_plain(const c10::StorageImpl* storage) noexcept {
+  // One that torch_npu did not make has no format. Not a dynamic_cast, as torch_npu keeps its type's typeinfo to
+  // itself.
+  if (typeid(*storage) == typeid(c10::StorageImpl)) {
+    return true;
+  }
   switch (static_cast<const torch_npu::NPUStorageImpl*>(storage)->npu_desc_.npu_format_) {
     case ACL_FORMAT_ND:
     case ACL_FORMAT_NCHW:

@@ -53,6 +53,7 @@ def test_no_exception_leaves_a_c_function(cann: Path, tmp_path: Path) -> None:
     """Called from ctypes, which lets none pass: the process would end."""
     answer = run_alone("boundary.py", cann, tmp_path)
     assert answer["moved"]
+    assert answer["plain"]
     assert answer["outcomes"]["here"] == [0, ""]
     status, text = answer["outcomes"]["in a new thread"]
     assert status == -(2**31)
