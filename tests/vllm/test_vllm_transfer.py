@@ -371,7 +371,8 @@ def test_an_update_in_which_nothing_was_received_can_end() -> None:
         assert receiver.commit.call_count == commits
 
 
-def test_values_that_are_computed_once_are_refused_and_wrappers_of_adapters_are_not_processed() -> None:
+@pytest.mark.parametrize("attribute", ["_wp_fp32", "weight_fp32", "w13_weight_list"])
+def test_values_that_are_computed_once_are_refused_and_wrappers_of_adapters_are_not_processed(attribute: str) -> None:
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
@@ -384,9 +385,9 @@ def test_values_that_are_computed_once_are_refused_and_wrappers_of_adapters_are_
     assert not transfer._is_processed(wrapper)
     model = nn.ModuleDict({"attention": nn.Linear(2, 2)})
     model.load_weights = lambda weights: None
-    model["attention"]._wp_fp32 = None
+    setattr(model["attention"], attribute, None)
     target = transfer.VllmModel(model, SimpleNamespace(model_config=None), torch.device("cpu"))
-    with pytest.raises(epload.ModelMismatch, match=r"attention, a Linear, computes values from its weights once \(_wp_fp32\)"):
+    with pytest.raises(epload.ModelMismatch, match=rf"attention, a Linear, computes values .* once \({attribute}\)"):
         target.sync_target(strict=True)
 
 

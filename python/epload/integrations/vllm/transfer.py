@@ -56,8 +56,9 @@ BACKEND = "epload"
 _TIMEOUT = 1800.0
 _SENDER_OPTIONS = ("mapping", "delta", "timeout", "verify")
 _RECEIVER_OPTIONS = ("timeout", "verify", "stage", "strict")
-_COMPUTED_ONCE = ("_merged_conv_weight", "_wp_fp32", "fold_router_output_multiplier")
-"""Attributes of modules that compute something from weights once, and not again for others (GLM-5-Next, Muse Spark)."""
+_COMPUTED_ONCE = ("_merged_conv_weight", "_wp_fp32", "fold_router_output_multiplier", "weight_fp32", "w13_weight_list")
+"""Attributes of modules that compute something from weights once, and not again for others (GLM-5-Next, Muse Spark); or anew in
+other memory, while captured graphs read the old (vllm-ascend's ``ops/linear.py`` and ``ops/fused_moe/routed_experts.py``)."""
 
 
 @dataclass
