@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 import threading
 import tomllib
 from pathlib import Path
@@ -279,10 +280,14 @@ def test_engines_that_move_experts_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tag", "asleep", "stage"),
-    [("weights", True, "host"), ("weights", True, "none"), ("kv_cache", True, "none"), ("weights", False, "none")],
-)
-def test_an_engine_whose_weights_sleep_is_woken_up_first(tag: str, asleep: bool, stage: str) -> None:
+    ("tag", "asleep", "stage", "ascend"),
+    [
+        ("weights", True, "host", False), ("weights", True, "none", False), ("kv_cache", True, "none", False),
+        ("weights", False, "none", False), ("weights", True, "host", True), ("weights", False, "none", True),
+    ],
+)  # fmt: skip
+def test_an_engine_whose_weights_sleep_is_woken_up_first(tag: str, asleep: bool, stage: str, ascend: bool) -> None:
+    """``ascend``: by vllm-ascend's allocator, whose data have no ``is_asleep``."""
     from vllm.device_allocator import AllocationData
     from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -291,8 +296,15 @@ def test_an_engine_whose_weights_sleep_is_woken_up_first(tag: str, asleep: bool,
     engine = object.__new__(EploadWeightTransferEngine)
     engine.model = engine._default_model = None
     engine._info, engine._receiver = EploadInitInfo("127.0.0.1:1", stage=stage), mock.Mock()
-    allocator = SimpleNamespace(pointer_to_data={1: AllocationData((0, 1, 1, 1), tag, is_asleep=asleep)})
-    with mock.patch.object(CuMemAllocator, "instance", allocator):
+    backup = torch.zeros(1) if asleep else None
+    data: Any = AllocationData((0, 1, 1, 1), tag, is_asleep=asleep)
+    data = SimpleNamespace(tag=tag, cpu_backup_tensor=backup) if ascend else data
+    allocator = SimpleNamespace(pointer_to_data={1: data})
+    camem: Any = SimpleNamespace(CaMemAllocator=SimpleNamespace(instance=allocator if ascend else None))
+    with (
+        mock.patch.object(CuMemAllocator, "instance", None if ascend else allocator),
+        mock.patch.dict(sys.modules, {"vllm_ascend.device_allocator.camem": camem}),
+    ):
         found = [outcome(call) for call in (engine.start_weight_update, engine.finish_weight_update)]
     refused = [tag == "weights" and asleep and stage == "none", tag == "weights" and asleep]
     assert ["call wake_up(tags=['weights']) first" in text for text in found] == refused

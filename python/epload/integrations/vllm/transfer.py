@@ -7,6 +7,7 @@ engine.send_weights()
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -230,10 +231,12 @@ class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: i
 
 
 def _check_awake() -> None:
-    """Raises LoadError if vLLM sleeps, so that its weights have no memory."""
-    allocator = CuMemAllocator.instance
-    if allocator is not None and any(data.is_asleep for data in allocator.pointer_to_data.values() if data.tag == "weights"):
-        raise LoadError("the engine sleeps, and its weights have no memory; call wake_up(tags=['weights']) first")
+    """Raises LoadError if vLLM sleeps, so that its weights have no memory. vllm-ascend does not say so of its second level."""
+    ascend = sys.modules.get("vllm_ascend.device_allocator.camem")  # imported where it is used
+    for allocator in (CuMemAllocator.instance, ascend and ascend.CaMemAllocator.instance):
+        for data in allocator.pointer_to_data.values() if allocator is not None else ():
+            if data.tag == "weights" and getattr(data, "is_asleep", data.cpu_backup_tensor is not None):
+                raise LoadError("the engine sleeps, and its weights have no memory; call wake_up(tags=['weights']) first")
 
 
 def _options(init_info: Any, *names: str) -> dict[str, Any]:
