@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", ".github/pull_request_template.md"]
@@ -75,12 +76,15 @@ def test_a_form_is_one_that_github_shows(name: str) -> None:
     assert all(field["attributes"]["label"] for field in fields)
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_the_citation_is_of_the_last_release() -> None:
     citation: dict[str, Any] = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version = re.search(r'^VERSION = "(.+)"$', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    released = re.search(r"^## (\d\S+) \(", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert version is not None
-    assert (citation["title"], citation["version"]) == (project["name"], version[1])
+    assert released is not None
+    assert (citation["title"], citation["version"]) == (project["name"], released[1])
+    assert version[1] == released[1] or (".dev" in version[1] and Version(version[1]) > Version(released[1]))
     assert citation["license"] == project["license"]
     assert [author.keys() for author in citation["authors"]] == [{"name"}], "an entity, no persons"
     assert citation["cff-version"] == "1.2.0"
