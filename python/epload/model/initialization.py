@@ -358,12 +358,36 @@ def _reset_adapters(layer: Any, configs: Mapping[str, Any]) -> None:
 
 
 def shown_names(model: nn.Module, modules: Modules) -> list[str] | None:
-    """Returns the names in a model's state dict, whose hooks see tensors on meta; None if one of them cannot work with these."""
-    with _exchanged(modules, {}):
-        try:
-            return list(model.state_dict())
-        except Exception:
-            return None
+    """Returns the names in a model's state dict, whose hooks see tensors on meta; None if one of them cannot work with these.
+
+    The model itself is not touched: another thread may compute with it.
+    """
+    shells = {id(module): object.__new__(class_before_fsdp(type(module))) for module in modules.unique}
+    stand_ins: dict[object, Tensor] = {}
+    try:
+        for module in modules.unique:
+            state = _exchange(module, {}, {}, stand_ins)
+            state["_modules"] = {name: shells.get(id(child)) for name, child in module._modules.items()}
+            object.__setattr__(shells[id(module)], "__dict__", state)
+        return list(shells[id(model)].state_dict())
+    except Exception:
+        return None
+
+
+def _exchange(
+    module: nn.Module, full: Mapping[int, Tensor], pending: dict[int, Tensor], stand_ins: dict[object, Tensor]
+) -> dict[str, Any]:
+    """Returns another ``__dict__`` for a module, see :func:`_exchanged`. ``pending``: what no module has yet of ``full``."""
+    own = module.__dict__
+    state = {name: value for name, value in own.items() if name != _INITIALIZED}
+    state["_modules"] = dict(module._modules)
+    # Reading a tensor of a parametrization computes with the others.
+    computes = isinstance(module, ParametrizationList) and any(id(t) in full for t in own["_parameters"].values())
+    for kind in _TENSOR_DICTS:
+        state[kind] = {
+            name: pending.pop(id(t)) if id(t) in pending else _stand_in(t, computes, stand_ins) for name, t in own[kind].items()
+        }
+    return state
 
 
 @contextmanager
@@ -381,17 +405,7 @@ def _exchanged(modules: Modules, full: Mapping[int, Tensor]) -> Iterator[list[_M
     for module in modules.unique:
         if isinstance(module, torch.jit.ScriptModule):
             continue
-        own = module.__dict__
-        state = {name: value for name, value in own.items() if name != _INITIALIZED}
-        state["_modules"] = dict(module._modules)
-        # Reading a tensor of a parametrization computes with the others.
-        computes = isinstance(module, ParametrizationList) and any(id(t) in full for t in own["_parameters"].values())
-        for kind in _TENSOR_DICTS:
-            state[kind] = {
-                name: pending.pop(id(t)) if id(t) in pending else _stand_in(t, computes, stand_ins)
-                for name, t in own[kind].items()
-            }
-        states.append((module, type(module), own, state))
+        states.append((module, type(module), module.__dict__, _exchange(module, full, pending, stand_ins)))
     try:
         for module, cls, _, state in states:
             object.__setattr__(module, "__dict__", state)
