@@ -27,6 +27,7 @@ def many_waves(wave_bytes: int = 20_000, lease_seconds: float = 10.0) -> Iterato
     """
     with (
         mock.patch("epload.sync.joining.SYNC_WAVE_BYTES", wave_bytes),
+        mock.patch("epload.sync.changes_route.WAVE_BYTES", wave_bytes),
         mock.patch("epload.planning.schedule.MIN_WAVE_BYTES", 10_000),
         mock.patch("epload.planning.exchange.MIN_BUCKET_BYTES", 5_000),
         mock.patch("epload.planning.exchange.MIN_SLOT_BYTES", 4_000),

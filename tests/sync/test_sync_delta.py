@@ -115,13 +115,13 @@ def test_versions_arrive_bit_for_bit(trainer: Any, engines: Any, dtype: Any, ver
 
 def changing_trainer(
     rank: int, meeting: Meeting, make: Callable[[], nn.Module], waits: dict[int, str], receivers: int = 3, versions: int = 7,
-    write: Callable[[nn.Module, int], None] = write_bits, hands_on: bool = False, **options: Any,
+    write: Callable[[nn.Module, int], None] = write_bits, hands_on: bool = False, delta: str = "always", **options: Any,
 ) -> list[tuple[str, Any]]:  # fmt: skip
     """Sends versions to engines that come, go and fail. ``waits``: events before a version, after which an engine waits for it if
     nobody hands the last one on."""
     with many_waves(), nullcontext() if hands_on else mock.patch.object(Offers, "offer"):
         model, outcomes = make(), []
-        with sending(meeting, model, receivers, timeout=30, delta="always", **options) as sender:
+        with sending(meeting, model, receivers, timeout=30, delta=delta, **options) as sender:
             for version in range(1, versions + 1):
                 for event in waits.get(version, "").split():
                     meeting.hear(event)
@@ -158,11 +158,16 @@ def changing_engine(
     return reports
 
 
-@pytest.mark.parametrize(("layout", "snapshot"), [("fsdp", "none"), ("fsdp", "host"), ("plain", "host")])
-def test_engines_that_come_and_go_and_fail_leave_the_others_their_base(layout: str, snapshot: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "snapshot", "delta"),
+    [("fsdp", "none", "always"), ("fsdp", "host", "always"), ("plain", "host", "always"), ("plain", "none", "auto")],
+)
+def test_engines_that_come_and_go_and_fail_leave_the_others_their_base(layout: str, snapshot: str, delta: str) -> None:
     """An engine joins before version 3. Version 5 fails in another, which leaves after version 6; it is the first one, so
-    that those that stay have other ranks then. A scalar has replicas with fsdp; a snapshot has that of version 5."""
-    sends, keeps = partial(changing_trainer, snapshot=snapshot), layout == "plain" or snapshot == "none"
+    that those that stay have other ranks then. A scalar has replicas with fsdp; a snapshot has that of version 5. Version 6
+    changes so much that it comes in full with "auto"."""
+    sends = partial(changing_trainer, snapshot=snapshot, delta=delta)
+    keeps = delta == "always" and (layout == "plain" or snapshot == "none")
     jobs = [
         Job(2 if layout == "fsdp" else 1, sends, (partial(build, layout, 2, HALF), {3: "z-0"})),
         Job(2, changing_engine, ("tp0", "m", "", 7, 0, HALF)),
