@@ -15,7 +15,7 @@ from torch import Tensor
 
 from epload.ranks.messages import read_if_set
 from epload.sync import handing_on
-from epload.sync.handing_on import WAITING, Offers
+from epload.sync.handing_on import WAITING, Holder, Offers
 from epload.sync.participants import SenderRendezvous
 from epload.transfer.shards import Shards
 from support import jobs
@@ -54,22 +54,32 @@ def joined(*numbers: int) -> dict[int, tuple[str, ...]]:
 
 
 @contextmanager
-def calling(before_packing: Callable[[], None]) -> Iterator[None]:
-    """``before_packing``: called before a receiver packs a bucket."""
-    pack = Shards.pack
+def calling(before_packing: Callable[[bool], None]) -> Iterator[None]:
+    """A receiver learns that it holds a version once it hands none on any more.
+
+    Args:
+        before_packing: called before it packs a bucket, with True if that is the last one.
+    """
+    pack, hold = Shards.pack, Holder.hold
 
     def call(shards: Shards, number: int, buffer: Tensor) -> None:
-        before_packing()
+        before_packing(number == len(shards._plan.buckets) - 1)
         pack(shards, number, buffer)
 
-    with mock.patch.object(Shards, "pack", call):
+    def hold_later(holder: Holder, *args: Any) -> None:
+        while holder._generation is not None:
+            time.sleep(0.01)
+        hold(holder, *args)
+
+    with mock.patch.object(Shards, "pack", call), mock.patch.object(Holder, "hold", hold_later):
         yield
 
 
 def receive(
     rank: int, meeting: Meeting, layout: str, number: int | None = None, after: str = "sent-1", stage: str = "host",
     dtype: torch.dtype = FP32, verify: bool = False, versions: tuple[int, ...] = (1, 2),
-    packing: Callable[[Meeting], None] | None = None, until: str = "", together: int = 0, pause: float = 0.0, senders: int = 0,
+    packing: Callable[[Meeting, bool], None] | None = None, until: str = "", together: int = 0, pause: float = 0.0,
+    senders: int = 0,
 ) -> list[Outcome]:  # fmt: skip
     """Receives versions; an engine with a ``number``, that of its first rank, joins ``after`` events, and says who has a version.
     ``packing`` is called before a rank packs a bucket that it hands on. It asks ``together`` with so many others, and leaves
@@ -204,7 +214,7 @@ def test_an_engine_that_has_failed_once_hands_on_the_next_version() -> None:
     assert received == [[(2, True, 1)]]
 
 
-def die(meeting: Meeting) -> None:
+def die(meeting: Meeting, is_last: bool) -> None:
     kill_self()
 
 
@@ -223,13 +233,14 @@ def test_a_rank_that_dies_while_it_hands_a_version_on_is_replaced() -> None:
     assert late == [[(1, True, 1), (2, False, 2)]]
 
 
-def wait_for_next(meeting: Meeting) -> None:
-    meeting.say("handing on")
-    meeting.hear("sent-2")
+def wait_for_next(meeting: Meeting, is_last: bool) -> None:
+    if is_last:
+        meeting.say("handing on")
+        meeting.hear("sent-2")
 
 
 def test_the_next_version_does_not_wait_for_one_that_is_handed_on() -> None:
-    """The engine that joins gets the next version, and not a mixture of both."""
+    """The engine that joins gets the next version, and not a mixture of both, with the last bucket of the next."""
     sent, _, late = jobs.run(
         [
             Job(1, send, (1, 1, {1: ("handing on",), 2: ("joined-0",)})),
