@@ -26,7 +26,7 @@ from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology
 from epload.saving import run as run_module
-from epload.saving import shared
+from epload.saving import shared, writer
 from epload.saving.plan import SLOT_BYTES
 from epload.saving.run import PendingSave
 from measure import PeakMemory
@@ -197,6 +197,7 @@ def test_the_ranks_of_one_node_save_to_its_disk(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("fake_device")
 @pytest.mark.parametrize("semantics", ["nccl", "hccl"])
 @on_ranks(2)
+@mock.patch.object(writer, "CALL_BYTES", 5_000)
 def test_a_model_on_a_device_writes_the_same_files(rank: int, tmp_path: Path, semantics: str) -> list[str]:
     """A model on a device writes what it writes on CPU, where regions are packed first; in each layout, and converted."""
     model, problems = build("fsdp", dist.get_world_size(), where=DEVICE), []
