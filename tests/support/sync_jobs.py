@@ -27,9 +27,10 @@ def send(
     rank: int, meeting: Meeting, layout: str, world: int, receivers: int, nodes: Any = None, where: str = "cpu",
     machines: tuple[str, ...] = ("",) * 4, between: Callable[[torch.nn.Module], None] = lambda model: None,
     within: Context = nullcontext, dtype: torch.dtype = torch.float32, versions: Sequence[int] = VERSIONS,
-    write: Callable[[torch.nn.Module, int], None] = write, snapshot: str = "none", **options: Any,
+    write: Callable[[torch.nn.Module, int], None] = write, snapshot: str = "none", until: str = "", **options: Any,
 ) -> list[epload.SyncReport]:  # fmt: skip
-    """Sends versions, which ``write`` gives to a model. With a snapshot it has another one while they are sent."""
+    """Sends versions, which ``write`` gives to a model. With a snapshot it has another one while they are sent. Leaves after the
+    event ``until``."""
     with many_waves(), on_machine(machines[rank]), within():
         model = build(layout, world, dtype, where)
         topology = epload.Topology.from_nodes(nodes) if nodes else topology_of(machines, world)
@@ -44,15 +45,18 @@ def send(
                     report = sender.wait()
                 reports.append(report)
                 between(model)
+            if until:
+                meeting.hear(until)
     return reports
 
 
 def receive(
     rank: int, meeting: Meeting, layout: str, world: int, nodes: Any = None, where: str = "cpu",
     dtype: torch.dtype = torch.float32, stage: str = "host", machine: str = "", within: Context = nullcontext,
-    versions: Sequence[int] = VERSIONS, check: Callable[[Any, int], None] = check, uncommitted: int = 0, **options: Any,
+    versions: Sequence[int] = VERSIONS, check: Callable[[Any, int], None] = check, uncommitted: int = 0, after: str = "",
+    until: str = "", **options: Any,
 ) -> list[epload.SyncReport]:  # fmt: skip
-    """Receives versions, and checks what the model holds.
+    """Receives versions, and checks what the model holds. Joins and leaves after the events ``after`` and ``until``.
 
     Args:
         layout: "full" takes full tensors, without a model.
@@ -62,6 +66,8 @@ def receive(
         model = build(layout, world, dtype, where) if layout != "full" else None
         topology = epload.Topology.from_nodes(nodes) if nodes else None
         reports = []
+        if after:
+            meeting.hear(after)
         with receiving(meeting, model, topology=topology, stage=stage, **options) as receiver:
             for version in versions:
                 before = receiver.version
@@ -80,6 +86,9 @@ def receive(
                 receiver.commit()
                 assert (receiver.version, receiver.partially_updated) == (version, False)
                 check(model, version)
+                meeting.say(f"{machine}-{version}")
+            if until:
+                meeting.hear(until)
     return reports
 
 

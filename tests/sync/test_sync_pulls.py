@@ -63,13 +63,18 @@ def test_versions_are_copied_from_the_sender(trainer: Any, engines: Any, dtype: 
 
 @pytest.mark.parametrize(("stage", "delta"), [("host", "off"), ("none", "off"), ("host", "always")])
 def test_what_is_not_within_reach_moves(stage: str, delta: str) -> None:
-    """The trainer is on two machines, an engine on each and one on a third. What is within reach is never sent as changes."""
-    sends = partial(on_device, machines=("a", "a", "b"), verify=True, delta=delta)
+    """The trainer is on two machines, an engine on each and one on a third. What is within reach is never sent as changes. Those
+    that keep the last version hand it on to a fourth engine."""
+    last, until = VERSIONS[-1], f"d-{VERSIONS[-1]}" if stage == "host" else ""
+    sends = partial(on_device, machines=("a", "a", "b"), verify=True, delta=delta, until=until)
     jobs = [Job(3, sends, ("fsdp", 3, 4), setup=setup)]
+    receives = partial(into_device, stage=stage, verify=True)
     for layout, count, machine in (("tp0", 2, "a"), ("plain", 1, "b"), ("plain", 1, "c")):
-        receives = partial(into_device, stage=stage, machine=machine, verify=True)
-        jobs.append(Job(count, receives, (layout, count), setup=setup))
-    sent, on_a, on_b, on_c = run(jobs)
+        jobs.append(Job(count, partial(receives, machine=machine, until=until), (layout, count), setup=setup))
+    if until:
+        joins = partial(receives, machine="d", versions=(last,), after=f"c-{last}")
+        jobs.append(Job(1, joins, ("plain", 1), setup=setup))
+    sent, on_a, on_b, on_c, *_ = run(jobs)
     for i in range(len(VERSIONS)):
         pulled = [sum(of_rank[i].pulled for of_rank in job) for job in (on_a, on_b, on_c)]
         assert 0 < pulled[1] < pulled[0] < TOTAL
