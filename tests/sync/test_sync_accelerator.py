@@ -14,6 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import epload
 from epload.core import dtypes
@@ -121,6 +123,25 @@ def test_a_model_that_moves_to_another_device(moves: str, stage: str, transports
     (sent,), (received,) = run([*jobs, Job(1, receive_moved, (moves == "engine", stage), setup=setup)])
     assert [version.transport for version in sent] == received == transports
     assert "" not in transports or "no longer all on" in sent[1].error
+
+
+def receive_offloaded(rank: int, meeting: Meeting) -> bool:
+    """Returns whether a commit into parameters that FSDP offloads waits for the device."""
+    model = build("plain", 1, where=DEVICE)
+    policy = CPUOffloadPolicy(pin_memory=False)
+    fully_shard(model, mesh=init_device_mesh(fakedev.NAME, (1,)), ignored_params={model.scale}, offload_policy=policy)
+    with many_waves(), receiving(meeting, model) as receiver:
+        receiver.receive_weights()
+        with mock.patch.object(torch.accelerator, "synchronize", wraps=torch.accelerator.synchronize) as waits:
+            receiver.commit()
+    check(model, 1)
+    return waits.called
+
+
+def test_a_commit_waits_until_the_device_has_read_what_is_offloaded() -> None:
+    setup = partial(fakedev.setup, "nccl", shares=False)
+    sends = Job(1, partial(send_versions, versions=1, waves=many_waves), setup=setup)
+    assert run([sends, Job(1, receive_offloaded, setup=setup)])[1] == [True]
 
 
 @contextmanager

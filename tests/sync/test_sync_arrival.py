@@ -72,6 +72,12 @@ class Padded(nn.Module):
             (target[:37] if name == "embed" else target).copy_(tensor)
 
 
+def check_filled(model: nn.Module, version: int) -> None:
+    for name, shape in SHAPES.items():
+        found = model.get_parameter(name).detach().cpu()
+        assert torch.equal(found[: shape[0]] if shape else found, values(name, version)), name
+
+
 def receive_beside_others(rank: int, meeting: Meeting, stage: str, kind: str) -> None:
     model: Any = Padded().to(DEVICE) if kind == "padded" else build("plain", 1, where=DEVICE)
     if kind != "padded":
@@ -84,9 +90,7 @@ def receive_beside_others(rank: int, meeting: Meeting, stage: str, kind: str) ->
             others.fill_(7.0 + version)  # it is the engine's own, also while a version waits
             receiver.commit()
             assert (others.cpu() == 7.0 + version).all()
-            for name, shape in SHAPES.items():
-                found = model.get_parameter(name).detach().cpu()
-                assert torch.equal(found[: shape[0]] if shape else found, values(name, version)), name
+            check_filled(model, version)
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("padded", "host"), ("own", "device"), ("padded", "none")])
@@ -210,6 +214,8 @@ class FailsOnce(epload.EngineModel):
     def finish(self) -> None:
         if not self.failed:
             self.failed = True
+            for parameter in self.model.parameters():
+                parameter.detach().zero_()
             raise RuntimeError("cannot repack")
 
 
@@ -222,6 +228,7 @@ def receive_and_apply_again(rank: int, meeting: Meeting, stage: str) -> list[Any
         found: list[Any] = []
         for _ in range(2):
             found += [outcome(apply), receiver.version, receiver.partially_updated]
+        check_filled(target.model, 2 if stage == "none" else 1)
         if stage != "none":
             receiver.receive_weights()
         return [*found, receiver.staged]

@@ -26,6 +26,7 @@ from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
 from support.small_syncs import outcome, receiving, sending, take
+from support.sync_jobs import send_model
 from support.synced_models import build, check, write
 
 MB = 1 << 20
@@ -227,3 +228,23 @@ def receive_all(rank: int, meeting: Meeting) -> None:
 
 def test_copies_that_are_made_in_inference_mode_are_written_outside_of_it() -> None:
     run([Job(1, send_in_inference_mode), Job(1, receive_all)])
+
+
+def fill(model: nn.Module, version: int) -> None:
+    for parameter in model.parameters():
+        parameter.fill_(version)
+
+
+def receive_under_autocast(rank: int, meeting: Meeting) -> list[list[float]]:
+    """Returns what the model computes with each version."""
+    model, found = nn.Linear(4, 4), []
+    with torch.autocast("cpu", torch.bfloat16), receiving(meeting, model) as receiver:
+        for _ in range(2):
+            take(receiver)
+            found.append(model(torch.ones(4)).tolist())
+    return found
+
+
+def test_what_autocast_has_cast_is_cast_anew() -> None:
+    sends = Job(1, send_model, (partial(nn.Linear, 4, 4), fill, 2))
+    assert run([sends, Job(1, receive_under_autocast)])[1] == [[[5.0] * 4, [10.0] * 4]]
