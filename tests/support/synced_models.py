@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,3 +66,40 @@ def check(model: nn.Module, version: int, source: torch.dtype = torch.float32, p
         expected = values(name, version, period).to(source).to(parameter.dtype)
         found = checks.local_of(parameter.detach())
         assert torch.equal(found.cpu(), local_of(expected, parameter)), name
+
+
+INTEGER_OF = {2: torch.int16, 4: torch.int32}
+DENSITY = {1: 1.0, 2: 0.02, 3: 0.0, 4: 0.3, 5: 0.001, 6: 0.9, 7: 0.02}
+"""The share of elements that each version changes."""
+
+
+@cache
+def tensor_of(name: str, version: int, dtype: torch.dtype) -> Tensor:
+    """Random bits, NaN of every payload and -0.0 among them; of which a version changes some."""
+    generator = torch.Generator().manual_seed(1000 * version + list(SHAPES).index(name))
+    bits = INTEGER_OF[dtype.itemsize]
+    limits = torch.iinfo(bits)
+    count = torch.Size(SHAPES[name]).numel()
+    fresh = torch.randint(limits.min, limits.max, (count,), dtype=bits, generator=generator)
+    if version > 1:
+        change = torch.rand(count, generator=generator) < DENSITY[version]
+        fresh = torch.where(change, fresh, tensor_of(name, version - 1, dtype).view(bits).flatten())
+    return fresh.view(dtype).reshape(SHAPES[name])
+
+
+def write_bits(model: nn.Module, version: int) -> None:
+    for name, parameter in model.named_parameters():
+        local = checks.local_of(parameter.detach())
+        local.copy_(local_of(tensor_of(name, version, local.dtype), parameter))
+
+
+def check_bits(found: Any, version: int, source: torch.dtype | None = None) -> None:
+    """``source``: the sender's dtype, of which casts keep no bits of NaN; that of what was found, a model or full tensors by
+    name, if None."""
+    for name, tensor in found.items() if isinstance(found, dict) else found.named_parameters():
+        local = checks.local_of(tensor.detach()).cpu()
+        bits = INTEGER_OF[local.dtype.itemsize]
+        expected = local_of(tensor_of(name, version, source or local.dtype).to(local.dtype), tensor)
+        if source not in (None, local.dtype):
+            local, expected = (torch.where(each.isnan(), torch.nan, each) for each in (local, expected))
+        assert torch.equal(local.view(bits), expected.view(bits)), name

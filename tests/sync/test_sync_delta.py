@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,52 +22,17 @@ from epload.sync.changes import ReceivedChanges
 from epload.sync.changes_route import ChangesRoute
 from epload.sync.handing_on import WAITING, Offers
 from epload.sync.participants import EngineRank
-from support import checks
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
-from support.small_model import local_of
 from support.small_syncs import attempt, many_waves, receiving, sending
 from support.sync_jobs import jobs_of, receive, send
-from support.synced_models import SHAPES, build
-
-INTEGER_OF = {2: torch.int16, 4: torch.int32}
-DENSITY = {1: 1.0, 2: 0.02, 3: 0.0, 4: 0.3, 5: 0.001, 6: 0.9, 7: 0.02}
-"""The share of elements that each version changes."""
-
-
-@cache
-def tensor_of(name: str, version: int, dtype: torch.dtype) -> Tensor:
-    """Random bits, NaN of every payload and -0.0 among them; of which a version changes some."""
-    generator = torch.Generator().manual_seed(1000 * version + list(SHAPES).index(name))
-    bits = INTEGER_OF[dtype.itemsize]
-    limits = torch.iinfo(bits)
-    count = torch.Size(SHAPES[name]).numel()
-    fresh = torch.randint(limits.min, limits.max, (count,), dtype=bits, generator=generator)
-    if version > 1:
-        change = torch.rand(count, generator=generator) < DENSITY[version]
-        fresh = torch.where(change, fresh, tensor_of(name, version - 1, dtype).view(bits).flatten())
-    return fresh.view(dtype).reshape(SHAPES[name])
+from support.synced_models import DENSITY, INTEGER_OF, SHAPES, build, check_bits, tensor_of, write_bits
 
 
 def changed_elements(version: int, dtype: torch.dtype, since: int | None = None) -> int:
     bits = INTEGER_OF[dtype.itemsize]
     pairs = [(tensor_of(name, version, dtype), tensor_of(name, since or version - 1, dtype)) for name in SHAPES]
     return sum(int((a.view(bits) != b.view(bits)).sum()) for a, b in pairs)
-
-
-def write_bits(model: nn.Module, version: int) -> None:
-    for name, parameter in model.named_parameters():
-        local = checks.local_of(parameter.detach())
-        local.copy_(local_of(tensor_of(name, version, local.dtype), parameter))
-
-
-def check_bits(found: Any, version: int, source: torch.dtype | None = None) -> None:
-    """``source``: the sender's dtype; that of what was found, a model or full tensors by name, if None."""
-    for name, tensor in found.items() if isinstance(found, dict) else found.named_parameters():
-        local = checks.local_of(tensor.detach()).cpu()
-        bits = INTEGER_OF[local.dtype.itemsize]
-        expected = tensor_of(name, version, source or local.dtype).to(local.dtype)
-        assert torch.equal(local.view(bits), local_of(expected, tensor).view(bits)), name
 
 
 HALF, FLOAT = torch.bfloat16, torch.float32
