@@ -22,8 +22,8 @@ from support.on_ranks import on_ranks
 from support.recordings import tensors_of
 
 
-def saved(folder: Path, dtype: torch.dtype, without: str = "") -> tuple[Path, dict[str, Tensor]]:
-    weights = {name: tensor for name, tensor in engine_checkpoint(dtype).items() if name != without}
+def saved(folder: Path, dtype: torch.dtype, without: str = "", factor: int = 1) -> tuple[Path, dict[str, Tensor]]:
+    weights = {name: factor * tensor for name, tensor in engine_checkpoint(dtype).items() if name != without}
     weights["unused"] = torch.ones(3)
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
     return folder, weights
@@ -43,11 +43,11 @@ def load(model: Any, path: Path, **options: Any) -> epload.LoadReport:
 def test_the_model_is_as_load_weights_makes_it(
     kind: type[Engine], dtype: torch.dtype, verify: bool, rank: int, tmp_path: Path
 ) -> None:
-    path, weights = saved(tmp_path, dtype)
     expected, model = kind(rank), kind(rank)
-    with torch.no_grad():
-        expected.load_weights(iter(weights.items()))
-    for _ in range(2):
+    for factor in (1, 2):
+        path, weights = saved(tmp_path, dtype, factor=factor)
+        with torch.no_grad():
+            expected.load_weights(iter(weights.items()))
         report = load(model, path, verify=verify)
         assert differing(tensors_of(model), tensors_of(expected)) == []
     assert (report.missing_keys, report.unexpected_keys, report.verify) == ([], [], verify)

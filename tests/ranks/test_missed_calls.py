@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,21 @@ from support.failures import raised, raised_by
 from support.on_ranks import on_ranks
 
 TIMEOUT = 3.0
+"""Of a call that a rank misses."""
+LIMIT = 60.0
+"""Of all others."""
 Calls = dict[str, Callable[..., Any]]
 
 
 def calls(topology: epload.Topology, folder: Path) -> tuple[nn.Module, Calls]:
     """A model, and calls with it that take keyword arguments."""
     model, state = nn.Linear(5, 4), {"weight": torch.ones(4, 5), "bias": torch.full((4,), 2.0)}
-    loader = epload.HierarchicalLoader(topology, progress=False, timeout=TIMEOUT)
-    usual = {"topology": topology, "timeout": TIMEOUT}
+    loader = epload.HierarchicalLoader(topology, progress=False)
+    usual = {"topology": topology, "timeout": LIMIT}
+
+    def load_with(timeout: float = LIMIT) -> None:
+        with mock.patch.object(loader, "_timeout", timedelta(seconds=timeout)):
+            loader.load(model, state)
 
     def load_state(**options: Any) -> None:
         epload.load_state(dict(model.state_dict()), state, progress=False, **usual | options)
@@ -43,7 +51,7 @@ def calls(topology: epload.Topology, folder: Path) -> tuple[nn.Module, Calls]:
 
     load = partial(epload.load, model, state, progress=False, **usual)
     save = partial(epload.save, model, folder / "saved", overwrite=True, **usual)
-    loading = {"load": load, "loader": lambda: loader.load(model, state), "load_state": load_state}
+    loading = {"load": load, "loader": load_with, "load_state": load_state}
     return model, {**loading, "save": save, "save_async": save_async}
 
 
@@ -55,7 +63,7 @@ def misses(rank: int, absent: tuple[int, ...], kind: str, nodes: list[list[int]]
     texts = []
     for _ in range(2 if kind == "load" else 1):
         if rank not in absent:
-            texts.append(raised(call)[1])
+            texts.append(raised(partial(call, timeout=TIMEOUT))[1])
         dist.barrier()
     with torch.no_grad():
         model.weight.zero_()
@@ -96,7 +104,7 @@ def test_what_was_made_before_a_missed_call_is_made_again(rank: int, missed: str
         loader.load(model, {"weight": torch.zeros(4, 5), "bias": torch.zeros(4)})
         epload.coalesced_bcast([sent], 0, topology)
         if rank == 0:
-            assert "rank 1 did not arrive within 3 s" in raised(by_kind[missed])[1]
+            assert "rank 1 did not arrive within 3 s" in raised(partial(by_kind[missed], timeout=TIMEOUT))[1]
         dist.barrier()
         for number in (1.0, 2.0, 3.0):
             sent.fill_(number + 10 * rank)
@@ -150,7 +158,7 @@ def is_late(rank: int, folder: Path) -> str:
     if rank == 1:
         default_store().wait(["test/raised"])
     with mock.patch.object(control, "_RESUMED_SECONDS", 0.5):
-        text = raised(by_kind["load"])[1]
+        text = raised(partial(by_kind["load"], timeout=TIMEOUT))[1]
     default_store().set("test/raised", "")
     dist.barrier()
     by_kind["save"]()

@@ -38,7 +38,7 @@ class Meeting:
         path.write_text(text)
         path.rename(self._folder / name)
 
-    def hear(self, name: str, seconds: float = 60.0) -> str:
+    def hear(self, name: str, seconds: float = ranks.LIMIT) -> str:
         """Waits until another rank has said it."""
         until = time.monotonic() + seconds
         while not (path := self._folder / name).exists():

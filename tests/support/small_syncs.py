@@ -92,7 +92,7 @@ def trainer(
     Args:
         dies: whether the last rank does, when it hears of the second.
     """
-    with many_waves(lease_seconds=4):
+    with many_waves():
         model = build("fsdp" if world > 1 else "plain", world, where=where)
         outcomes = []
         with sending(meeting, model, receivers) as sender:

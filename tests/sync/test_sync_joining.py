@@ -30,10 +30,10 @@ Outcome = tuple[int, bool, int]
 
 def send(
     rank: int, meeting: Meeting, world: int, receivers: int, events: dict[int, tuple[str, ...]],
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext, lease_seconds: float = 10.0, **options: Any,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext, **options: Any,
 ) -> list[int | str]:  # fmt: skip
     """Sends two versions, and waits for ``events`` after each; returns the numbers of receivers, or the error."""
-    with many_waves(lease_seconds=lease_seconds), within():
+    with many_waves(), within():
         model = build("fsdp" if world > 1 else "plain", world)
         outcomes: list[int | str] = []
         with sending(meeting, model, receivers, timeout=30, **options) as sender:
@@ -222,7 +222,7 @@ def test_a_rank_that_dies_while_it_hands_a_version_on_is_replaced() -> None:
     dying = partial(receive, versions=(1,), packing=die, until="sent-2")
     sent, _, left, late = jobs.run(
         [
-            Job(1, partial(send, lease_seconds=4), (1, 2, joined(0))),
+            Job(1, send, (1, 2, joined(0))),
             Job(1, dying, ("plain",), dying=(0,)),
             Job(1, receive, ("plain",)),
             Job(1, receive, ("plain", 0)),

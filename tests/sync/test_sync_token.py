@@ -165,7 +165,7 @@ def joined(port: int, rank: int, engine: str = "engine", size: int = 2) -> Recei
 
 @pytest.fixture
 def rendezvous() -> Iterator[tuple[SenderRendezvous, int]]:
-    with many_waves(lease_seconds=4):
+    with many_waves():
         server = serve(("127.0.0.1", 0), LIMIT)
         yield SenderRendezvous(server.store, expected=2), server.port
 
