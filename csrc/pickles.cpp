@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -13,7 +14,6 @@ namespace {
 constexpr uint64_t kFreeValues = 5'000'000; // that any pickle may build, each counted as often as it occurs
 constexpr uint64_t kValuesPerByte = 8;
 constexpr int kMaxDepth = 100;
-constexpr std::size_t kMaxShown = 80; // bytes of a name in an error
 
 using Names = std::unordered_set<std::string>;
 
@@ -57,13 +57,37 @@ struct Item {
   Index value, before;
 };
 
+constexpr Index kEmptyTuple = 1; // stands for all of them
+
+// Opcodes of numbers and the like, and the bytes that follow.
+constexpr std::array<std::pair<unsigned char, uint64_t>, 7> kNumbers{{
+    {'K', 1},  // BININT1
+    {'N', 0},  // NONE
+    {0x88, 0}, // NEWTRUE
+    {0x89, 0}, // NEWFALSE
+    {'M', 2},  // BININT2
+    {'J', 4},  // BININT
+    {'G', 8},  // BINFLOAT
+}};
+// Opcodes of texts, and the bytes of the length that follows.
+constexpr std::array<std::tuple<unsigned char, ValueKind, std::size_t>, 8> kTexts{{
+    {'X', ValueKind::kString, 4},  // BINUNICODE
+    {0x8c, ValueKind::kString, 1}, // SHORT_BINUNICODE
+    {0x8d, ValueKind::kString, 8}, // BINUNICODE8
+    {'U', ValueKind::kBytes, 1},   // SHORT_BINSTRING
+    {'T', ValueKind::kBytes, 4},   // BINSTRING
+    {'C', ValueKind::kBytes, 1},   // SHORT_BINBYTES
+    {'B', ValueKind::kBytes, 4},   // BINBYTES
+    {0x8e, ValueKind::kBytes, 8},  // BINBYTES8
+}};
+
 [[noreturn]] void fail(const std::string& fault) {
   throw std::invalid_argument("the pickle " + fault);
 }
 
-// A name for an error: printable, and short.
+// A name for an error: printable, and of 80 characters at most.
 std::string shown(std::string_view name) {
-  std::string text(name.substr(0, kMaxShown));
+  std::string text(name.substr(0, 80));
   std::replace_if(text.begin(), text.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
   std::replace(text.begin(), text.end(), ' ', '.');
   return text;
@@ -187,6 +211,18 @@ class Checker {
     }
   }
 
+  // The same of the keys and values of a dict. A dict of numbers or tuples may take the square of its length in time,
+  // as their hashes can be chosen: what `allowed` is for has none.
+  void add_pairs(std::size_t first) {
+    for (auto i = first; i < stack_.size() && allowed_ != nullptr; i += 2) {
+      const auto kind = values_[stack_[i]].kind;
+      if (kind != ValueKind::kString && kind != ValueKind::kObject) {
+        fail("has a dict whose keys are neither strings nor objects, which no checkpoint needs");
+      }
+    }
+    add_items(first);
+  }
+
   // ---- the memo ----
 
   void put(uint64_t index) {
@@ -238,26 +274,29 @@ class Checker {
       fail("calls " + shown(kCopyName) + ", which no checkpoint needs");
     }
     const auto is_container = function == ValueKind::kContainerClass;
-    push_new(is_container ? ValueKind::kContainer : ValueKind::kObject);
-    const auto result = stack_.back();
-    for (auto part = values_[arguments].parts; part != 0; part = items_[part].before) {
-      const auto kind = values_[items_[part].value].kind;
-      if (is_container && kind != ValueKind::kTuple && kind != ValueKind::kList && kind != ValueKind::kContainer) {
+    const auto argument = values_[arguments].parts;
+    if (is_container && argument != 0) {
+      const auto kind = values_[items_[argument].value].kind;
+      const auto holds = kind == ValueKind::kTuple || kind == ValueKind::kList || kind == ValueKind::kContainer;
+      if (!holds || items_[argument].before != 0) {
         fail("calls a container's class with something else than a list, tuple or dict");
       }
-      add_item(result, items_[part].value);
     }
+    push_new(is_container ? ValueKind::kContainer : ValueKind::kObject);
+    add_item(stack_.back(), arguments);
   }
 
   // Returns what one of kTextFunctions makes of a text and, maybe, an encoding.
   Index text_of(Index arguments) {
     Index text = 0;
+    int count = 0;
     for (auto part = values_[arguments].parts; part != 0; part = items_[part].before) { // from the last to the first
       text = items_[part].value;
       const auto& value = values_[text];
       const auto is_text = value.kind == ValueKind::kString || value.kind == ValueKind::kBytes;
       const auto is_first = items_[part].before == 0;
-      if (!is_text || (!is_first && std::find(kEncodings.begin(), kEncodings.end(), value.text) == kEncodings.end())) {
+      if (!is_text || ++count > 3 ||
+          (!is_first && std::find(kEncodings.begin(), kEncodings.end(), value.text) == kEncodings.end())) {
         fail("calls a function for bytes with something else than text");
       }
     }
@@ -278,57 +317,25 @@ class Checker {
     return true;
   }
 
-  void push_number(uint64_t nbytes) {
-    take(nbytes);
-    push(0);
-  }
-
   bool push_value(unsigned char opcode) {
-    switch (opcode) {
-      case 'N':  // NONE
-      case 0x88: // NEWTRUE
-      case 0x89: // NEWFALSE
-        push_number(0);
-        break;
-      case 'K': // BININT1
-        push_number(1);
-        break;
-      case 'M': // BININT2
-        push_number(2);
-        break;
-      case 'J': // BININT
-        push_number(4);
-        break;
-      case 'G': // BINFLOAT
-        push_number(8);
-        break;
-      case 0x8a: // LONG1
-        push_number(number(1));
-        break;
-      case 'U': // SHORT_BINSTRING
-      case 'C': // SHORT_BINBYTES
-        push_new(ValueKind::kBytes, take(number(1)));
-        break;
-      case 'T': // BINSTRING
-      case 'B': // BINBYTES
-        push_new(ValueKind::kBytes, take(number(4)));
-        break;
-      case 0x8e: // BINBYTES8
-        push_new(ValueKind::kBytes, take(number(8)));
-        break;
-      case 0x8c: // SHORT_BINUNICODE
-        push_new(ValueKind::kString, take(number(1)));
-        break;
-      case 'X': // BINUNICODE
-        push_new(ValueKind::kString, take(number(4)));
-        break;
-      case 0x8d: // BINUNICODE8
-        push_new(ValueKind::kString, take(number(8)));
-        break;
-      default:
-        return false;
+    for (const auto& [code, nbytes] : kNumbers) {
+      if (code == opcode) {
+        take(nbytes);
+        push(0);
+        return true;
+      }
     }
-    return true;
+    for (const auto& [code, kind, nbytes] : kTexts) {
+      if (code == opcode) {
+        push_new(kind, take(number(nbytes)));
+        return true;
+      }
+    }
+    if (opcode == 0x8a) { // LONG1
+      take(number(1));
+      push(0);
+    }
+    return opcode == 0x8a;
   }
 
   bool use_memo(unsigned char opcode) {
@@ -360,7 +367,7 @@ class Checker {
         marks_.push_back(stack_.size());
         break;
       case ')': // EMPTY_TUPLE
-        push_new(ValueKind::kTuple);
+        push(kEmptyTuple);
         break;
       case 't': // TUPLE
         push_tuple(pop_mark());
@@ -376,16 +383,18 @@ class Checker {
         push_new(ValueKind::kList);
         break;
       case 'e':  // APPENDS
-      case 'u':  // SETITEMS
       case 0x90: // ADDITEMS
         add_items(pop_mark());
+        break;
+      case 'u': // SETITEMS
+        add_pairs(pop_mark());
         break;
       case 'a': // APPEND
       case 'b': // BUILD
         add_items(last(1));
         break;
       case 's': // SETITEM
-        add_items(last(2));
+        add_pairs(last(2));
         break;
       default:
         return false;
@@ -474,8 +483,8 @@ class Checker {
   std::size_t frame_end_ = 0;
   const Names* allowed_;
   uint64_t limit_ = 0;
-  std::vector<Value> values_{1}; // the first stands for all numbers and the like
-  std::vector<Item> items_{1};   // the first stands for none
+  std::vector<Value> values_{{}, {.kind = ValueKind::kTuple}}; // the first stands for all numbers and the like
+  std::vector<Item> items_{1};                                 // the first stands for none
   std::vector<Index> stack_;
   std::vector<std::size_t> marks_;
   std::vector<Index> memo_; // each above its value by 1; 0 for none

@@ -13,7 +13,7 @@ namespace epload {
 // (a module, a space and a name there; null for any name), or takes more time or memory than its bytes.
 //
 // A pickle of a few hundred bytes can build a tuple that contains itself twice as often at each level. Hashing it, as
-// the key of a dict, or showing it in an error message, then takes for ever. Others nest so deeply that hashing
+// the key of a dict, or showing it in an error message, then takes forever. Others nest so deeply that hashing
 // overflows the stack, or call an allowed function that allocates as many bytes as it is told to.
 std::size_t check_pickle(std::string_view raw, std::size_t begin, const std::unordered_set<std::string>* allowed);
 

@@ -80,10 +80,12 @@ def coalesced_bcast(
             control.agreed.clear()
             if inside:
                 raise
+            failure = control.failure if check else None
             try:  # first: those whose connections end then raise the reason
-                first = control.fail(error) if check and control.failure is None else None
+                first = control.fail(error) if check and failure is None else None
             finally:
-                topology.watched_groups.clear()
+                if failure is None or not failure.clean:  # else all have stopped alike, and the call before may go on
+                    topology.watched_groups.clear()
             if first is not None and first.rank != control.rank and isinstance(error, Exception):
                 raise first.error() from error
             raise

@@ -1,4 +1,4 @@
-"""Opens files that somebody else has put in place. Only regular files are opened: a FIFO or a device could block for ever."""
+"""Opens files that somebody else has put in place. Only regular files are opened: a FIFO or a device could block forever."""
 
 from __future__ import annotations
 

@@ -199,6 +199,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda folder: _replace_item(folder, "b", _Call(os.mkdir, str(folder / "executed"))),
         r"distcp \(b, at byte \d+\): expected a tensor as torch\.save writes it",
     ),
+    "chosen hashes": (
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({n * (2**61 - 1): None for n in range(9)})),
+        "has a dict whose keys are neither strings nor objects",
+    ),
     "not a pickle": (lambda folder: (folder / ".metadata").write_bytes(b"hello"), "not the metadata of a DCP checkpoint"),
     "file outside": (
         _in_metadata(lambda m: setattr(_info(m), "relative_path", "../../etc/passwd")),

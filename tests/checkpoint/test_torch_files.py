@@ -231,6 +231,8 @@ BOMBS = {
     "a long string in an error message": _text(bytes(1 << 20)) + b"q\0(" + 100_000 * b"h\0" + b"tN\x85R.",
     "a key of a storage": b"(" + _text(b"storage") + b"ctorch\nFloatStorage\n" + _list_of_lists() + _text(b"cpu") + b"K\1tQ.",
     "a list in itself": b"]q\0h\0a.",
+    "many arguments 100,000 times": b"}(" + 100_000 * b"N" + b"tq\0ctorch._utils\n_rebuild_tensor_v2\nq\1("
+    + 100_000 * b"h\1h\0R" + b"tK\1s.",
     "64 GiB of zeros": b"c__builtin__\nbytearray\n\x8a\6\0\0\0\0\x10\0\x85R.",
     "64 GiB of zeros by another function": (
         b"ctorch._tensor\n_rebuild_from_type_v2\n(" + 2 * b"c__builtin__\nbytearray\n" + b"\x8a\6\0\0\0\0\x10\0\x85NtR."

@@ -167,6 +167,20 @@ def test_another_checkpoint_does_not_leave_what_the_first_was_to_fill() -> None:
     assert model.written.weight.tolist() == [[1, 1], [1, 1]]
 
 
+def test_tensors_of_other_strides_hold_no_values_after_a_failed_load_either() -> None:
+    state = {"weight": torch.arange(72.0).reshape(4, 2, 3, 3), "bias": torch.ones(4)}
+    for late in (False, True):
+        model = on_meta(lambda: nn.Conv2d(2, 4, 3))
+        model = model if late else model.to(memory_format=torch.channels_last)
+        fail(model, state)
+        model = model.to(memory_format=torch.channels_last)
+        if not late:
+            with pytest.raises(ModelMismatch, match="weight"):
+                load(model, {"bias": torch.ones(4)})
+        load(model, state)
+        assert torch.equal(model.weight, state["weight"])
+
+
 def test_what_a_caller_has_written_after_the_failure_is_a_value() -> None:
     writes: list[Callable[[nn.Parameter], object]] = [lambda w: nn.init.constant_(w, 3), lambda w: w.data.fill_(3)]
     for write in writes:

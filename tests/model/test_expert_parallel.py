@@ -174,6 +174,9 @@ def test_modules_that_each_rank_numbers_from_0_are_not_saved_as_replicas(rank: i
     loader(2).load(model, tmp_path / "model.safetensors", local_modules=local)
     text = r"was loaded with LocalModules(first=...)"
     must_be_refused(lambda: epload.save(model, tmp_path / "saved", topology=loader(2).topology), "ModelMismatch", text)
+    whole = Listed(range(12), "global")
+    epload.load(whole, tmp_path / "model.safetensors", topology=loader(2).topology, progress=False)
+    epload.save(whole, tmp_path / "saved", topology=loader(2).topology)
 
 
 @on_ranks(2, store)
@@ -220,7 +223,7 @@ def test_copies_of_loaded_parts_are_not_saved_as_replicas(rank: int, tmp_path: P
         "copied": copy.deepcopy(model), "averaged": torch.optim.swa_utils.AveragedModel(model), "replaced": patched,
         "on the host": {name: tensor.clone() for name, tensor in model.state_dict().items()},
     }  # fmt: skip
-    text = "seems to be a copy of experts.gate_up, which was loaded as a part"
+    text = "seems to be a copy of a tensor that was loaded as an outer shard (experts.gate_up)"
     for name, copied in copies.items():
         save = partial(epload.save, copied, tmp_path / name, topology=loader(2).topology)
         must_be_refused(save, "ModelMismatch", text)

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch.fx import operator_schemas
 
 from epload.core import dtypes
 from epload.native import ops
@@ -201,9 +200,7 @@ def test_parameters_record_no_gradient() -> None:
     must_raise(RuntimeError, "modified by an inplace operation", before.backward)
 
 
-def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch reads schemas by evaluating their type names and does not know this one.
-    monkeypatch.setitem(operator_schemas._type_eval_globals, "Stream", torch.Stream)
+def test_opcheck() -> None:
     tensors = [torch.randn(4, 6), torch.randn(3)]
     rows = [Row(0, 0, torch.float32, [1, 2], [3, 4], [6, 1]), Row(1, 100, torch.bfloat16, [0], [3], [1])]
     arguments = torch.zeros(256, dtype=torch.uint8), tensors, table_of(rows, 2)

@@ -399,7 +399,7 @@ def test_values_that_are_computed_once_are_refused_and_wrappers_of_adapters_are_
     model.load_weights = lambda weights: None
     setattr(model["attention"], attribute, None)
     target = transfer.VllmModel(model, SimpleNamespace(model_config=None), torch.device("cpu"))
-    with pytest.raises(epload.ModelMismatch, match=rf"attention, a Linear, computes values .* once \({attribute}\)"):
+    with pytest.raises(epload.ModelMismatch, match=rf"attention, a Linear, keeps values .* weights \({attribute}\)"):
         target.sync_target(strict=True)
 
 

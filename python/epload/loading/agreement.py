@@ -214,12 +214,13 @@ class Agreement:
         if readers == "auto":  # chosen once there is a plan, which has the buckets; "every" takes any
             readers = "one" if manifest.locations is None else "partitioned"
         per_wave, bucket_bytes = self._router.bucket_sizes(inputs.device, readers, manifest.nbytes)
-        # A stage of a pipeline may lack modules, such as a vision tower, of which rules and ties of a mapping follow.
-        same = None if inputs.local_modules else mapping
+        # A stage of a pipeline may lack modules, such as a vision tower, or one of two tied tensors, of which a mapping follows.
+        same = replace(mapping, ties=()) if inputs.local_modules else mapping
+        is_stage = inputs.local_modules and len(inputs.targets.local_only) == len(inputs.targets.names)
         options = (
             f"{self._describe_options(inputs.device)} strict={request.strict} "
             f"ignore_mismatched_shapes={request.ignore_mismatched_shapes} prefix={request.prefix!r} "
-            f"variant={request.variant!r} mapping={same}"
+            f"variant={request.variant!r} mapping={'' if is_stage else same}"
         )
         return Draft(manifest, mapping, per_wave, bucket_bytes, options)
 

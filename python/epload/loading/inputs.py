@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping as AnyMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,7 +133,7 @@ class InputReader:
             self._opened.close()
             self._opened = None
 
-    def remember(self, request: Request, inputs: LocalInputs, computed: AnyMapping[str, Tensor]) -> None:
+    def remember(self, request: Request, inputs: LocalInputs, computed: dict[str, Tensor]) -> None:
         """Keeps what the next load would read and compute of the same model, after a load. ``computed``: local tensors that the
         model has computed, by name."""
         modules, targets = inputs.modules, inputs.targets
@@ -154,6 +153,7 @@ class InputReader:
         """Drops what was kept for the next load, which fails."""
         self._closed = True
         self.snapshot = self.manifest = None
+        self._computed = {}
 
 
 def _options(request: Request) -> tuple[object, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from weakref import WeakSet
@@ -73,10 +73,13 @@ def _is_unfinished(tensor: Tensor) -> bool:
 
 
 def _state(tensor: Tensor) -> tuple[int, bytes]:
-    """Returns what each write to a tensor changes: its version, and some elements, for writes through ``.data``."""
+    """Returns what each write to a tensor changes: its version, and on the CPU some elements, for writes through ``.data``. A
+    device may not answer any more."""
     local = with_memory(tensor)
-    row = local[(0,) * (local.ndim - 1)][:_SAMPLE] if local.ndim and local.numel() else local
-    return _version(tensor), bytes(row.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    if not local.is_cpu or not local.numel():
+        return _version(tensor), b""
+    row = (local[(0,) * (local.ndim - 1)][:_SAMPLE] if local.ndim else local).detach().resolve_conj().resolve_neg()
+    return _version(tensor), row.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _version(tensor: Tensor) -> int:
@@ -113,8 +116,7 @@ def finishing(model: nn.Module, targets: Targets, missing: Missing) -> Iterator[
             owned[name] = unfilled  # type: ignore[assignment]
         for tensor in (targets.tensors[i] for i in without_values):
             if not tensor.is_meta:
-                with suppress(Exception):  # on a device that has failed
-                    tensor.__dict__[_UNFINISHED] = _state(tensor)
+                tensor.__dict__[_UNFINISHED] = _state(tensor)
         raise
     for tensor in targets.tensors:
         tensor.__dict__.pop(_UNFINISHED, None)

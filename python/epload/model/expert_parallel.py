@@ -100,13 +100,13 @@ _loaded = WeakKeyDictionary[nn.Module, dict[str, tuple[OuterShard | None, torch.
 that a rank numbers itself. Tensors are replaced when a model is moved or sharded, and ``torch.utils.swap_tensors`` refuses those
 that have weak references."""
 _described = WeakKeyDictionary[nn.Module, dict[tuple[str, torch.Size], list[str]]]()
-"""Names of these tensors in each loaded model, by their last parts and shapes."""
+"""Names of the outer shards in each loaded model, by their last parts and shapes."""
 _changes = 0
 """Number of times that a tensor was remembered as something else."""
 
 Loaded = tuple[Mapping[object, OuterShard | None], Sequence[Mapping[tuple[str, torch.Size], Sequence[str]]]]
 """The outer shard that each tensor of a loaded model is, by where its elements are, so that tensors of the model's state dict are
-found, too, None for one of modules that a rank numbers itself; and the names of these tensors, by which copies are found."""
+found, too, None for one of modules that a rank numbers itself; and the names of outer shards, by which copies are found."""
 
 
 def planned_shards(*models: nn.Module) -> Parts:
@@ -136,7 +136,7 @@ def remember(parts: Parts, model: nn.Module, names: Sequence[str], tensors: Sequ
             loaded = outer_shard(parts, name), tensor.shape
             if (loaded[0] is not None or renumbered) and _loaded.get(module, {}).get(leaf) != loaded:
                 _loaded.setdefault(module, {})[leaf] = loaded
-                if loaded[0] is None or loaded[0].mesh.size() > 1:
+                if loaded[0] is not None and loaded[0].mesh.size() > 1:  # its shape tells it from the whole tensor
                     _described.setdefault(model, {}).setdefault((leaf, tensor.shape), []).append(name)
                 _changes += 1
 
@@ -184,8 +184,8 @@ def loaded_as(name: str, tensor: Tensor, loaded: Loaded) -> OuterShard | None:
         for other in (other for names in models for other in names.get(key, ())):
             if f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}"):
                 raise ModelMismatch(
-                    f"{name} seems to be a copy of {other}, which was loaded as a part that the copy does not describe: it would "
-                    "be taken for a replica; save or send the model that was loaded, or load the copy with the same LoadOptions"
+                    f"{name} seems to be a copy of a tensor that was loaded as an outer shard ({other}), and would be taken for "
+                    "a replica; save or send the model that was loaded, or load the copy with the same LoadOptions"
                 )
         return None
     if (outer := shards[place]) is None:

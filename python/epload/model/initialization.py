@@ -362,9 +362,9 @@ def shown_names(model: nn.Module, modules: Modules) -> list[str] | None:
 
     The model itself is not touched: another thread may compute with it.
     """
-    shells = {id(module): object.__new__(class_before_fsdp(type(module))) for module in modules.unique}
     stand_ins: dict[object, Tensor] = {}
     try:
+        shells = {id(module): object.__new__(class_before_fsdp(type(module))) for module in modules.unique}
         for module in modules.unique:
             state = _exchange(module, {}, {}, stand_ins)
             state["_modules"] = {name: shells.get(id(child)) for name, child in module._modules.items()}
@@ -385,7 +385,8 @@ def _exchange(
     computes = isinstance(module, ParametrizationList) and any(id(t) in full for t in own["_parameters"].values())
     for kind in _TENSOR_DICTS:
         state[kind] = {
-            name: pending.pop(id(t)) if id(t) in pending else _stand_in(t, computes, stand_ins) for name, t in own[kind].items()
+            name: pending.pop(id(t)) if id(t) in pending else _stand_in(t, computes, bool(full), stand_ins)
+            for name, t in own[kind].items()
         }
     return state
 
@@ -417,17 +418,22 @@ def _exchanged(modules: Modules, full: Mapping[int, Tensor]) -> Iterator[list[_M
             object.__setattr__(module, "__class__", cls)
 
 
-def _stand_in(tensor: Tensor | None, computes: bool, on_meta: dict[object, Tensor]) -> Tensor | None:
+def _stand_in(tensor: Tensor | None, computes: bool, copies: bool, on_meta: dict[object, Tensor]) -> Tensor | None:
     """Returns the tensor that takes the place of a model's own, marked as initialized. One ``on_meta``, which cannot be written
-    to, stands for all of the same shape. ``computes``: others are computed with it."""
+    to, stands for all of the same shape.
+
+    Args:
+        computes: whether others are computed with it.
+        copies: whether a buffer keeps its values, from which others may be computed.
+    """
     if tensor is None:
         return None
     is_parameter = isinstance(tensor, nn.Parameter)
     key = (is_parameter, tensor.shape, tensor.dtype)
     if computes:
         new = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    elif not (is_parameter or tensor.is_meta or isinstance(tensor, DTensor)):
-        new = tensor.detach().cpu().clone()  # a buffer, from which others may be computed
+    elif copies and not (is_parameter or tensor.is_meta or isinstance(tensor, DTensor)):
+        new = tensor.detach().cpu().clone()
     elif key in on_meta:
         return on_meta[key]
     else:

@@ -325,7 +325,7 @@ def _divided(modules: Modules, parts: Parts, shards: Loaded) -> dict[int, str]:
         sizes = [size for name in ("tp_size", "ep_size") if type(size := vars(module).get(name)) is int]
         if (ranks := max(sizes, default=1)) > 1:
             own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
-            if not any(outer_shard(parts, prefix + name) or loaded_as(name, t, shards) for name, t in own.items()):
+            if not any(outer_shard(parts, prefix + name) or loaded_as(prefix + name, t, shards) for name, t in own.items()):
                 plain = [tensor for tensor in own.values() if not isinstance(tensor, DTensor)]
                 divided |= {id(tensor): f"in a {type(module).__name__} of {ranks} ranks" for tensor in plain}
     return divided

@@ -419,5 +419,7 @@ def _reject_meta(name: str, label: str) -> None:
 _reject_meta("coalesced_bcast", "coalesced_bcast")
 _reject_meta("pack", "region_copy")
 _reject_meta("unpack", "region_copy")
-# torch.compile would drop a broadcast whose tensors are not used again, and the other ranks would wait.
+# torch.compile would not know the type of an argument, and drop a broadcast whose tensors are not used again, for which the other
+# ranks would wait.
+torch.fx.operator_schemas._type_eval_globals.setdefault("Stream", torch.Stream)
 torch.fx.node.has_side_effect(_ops.coalesced_bcast.default)

@@ -83,16 +83,16 @@ def rendezvous(
 
         def close_and_decide(views: dict[int, Any]) -> Any:
             _close(shared, number)
-            _check_versions({rank: version for rank, (version, _, _) in views.items()})
-            nodes = group_equal({rank: node for rank, (_, node, _) in views.items()})
-            return reduce({rank: view for rank, (_, _, view) in views.items()}), nodes, secrets.token_hex(16)
+            _check_versions({rank: (*message, "an older one")[2] for rank, message in views.items()})
+            nodes = group_equal({rank: node for rank, (node, _, _) in views.items()})
+            return reduce({rank: view for rank, (_, view, _) in views.items()}), nodes, secrets.token_hex(16)
 
         try:
             with control.guard():
                 control.doing = "topology"
                 control.processes.register(control.connection(), rank)
                 node = f"{local_network()} {within}"
-                decision, nodes, token = control.agree("topology", failure, [_C.version, node, view], close_and_decide)
+                decision, nodes, token = control.agree("topology", failure, [node, view, _C.version], close_and_decide)
                 control.delete_later(control.processes.close_registry())
                 # Another group of the same ranks has a store of its own, which gives out the same numbers.
                 control.name += f"/{hashlib.blake2b(token.encode(), digest_size=4).hexdigest()}"

@@ -56,7 +56,7 @@ class Topology:
         self.groups = GroupCache(backends, control)
         self.host_groups = GroupCache({"cpu": "gloo"} if group is not None else None, control)
         """Groups over host memory, whatever the job's backend."""
-        has_watchdog = backends is not None and "nccl" in backends.values()
+        has_watchdog = backends is not None and not {"nccl", "hccl"}.isdisjoint(backends.values())
         self.watched_groups = GroupCache(backends, control, watched=True) if has_watchdog else self.groups
         """Groups for operations that outlive the call that queues them."""
         self._loaders = 0

@@ -268,8 +268,8 @@ class VllmModel(EngineModel):
         for name, module in self.model.named_modules():
             if computed := [attribute for attribute in _COMPUTED_ONCE if hasattr(module, attribute)]:
                 raise ModelMismatch(
-                    f"{name}, a {type(module).__name__}, computes values from its weights once ({computed[0]}), and vLLM would "
-                    "go on with those of the old weights; restart the engine to change them"
+                    f"{name}, a {type(module).__name__}, keeps values that it computes from its weights ({computed[0]}), and "
+                    "vLLM may go on with those of the old weights; restart the engine to change them"
                 )
         return super().sync_target(strict)
 
