@@ -102,8 +102,8 @@ def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: P
 
 
 def test_a_stream_that_torch_npu_did_not_make_is_refused(cann: Path, tmp_path: Path) -> None:
-    """On every rank alike, before a communicator is made; the native op by torch_npu, where it would wait for the caller. A first
-    broadcast that fails is the call's own error: what torch_npu queues later still runs."""
+    """Every rank refuses it alike, before a communicator is made; the native op does by torch_npu, where it would wait for the
+    caller. A first broadcast that fails is the call's own error: what torch_npu queues later still runs."""
     answers = run_ranks("refusals.py", cann, tmp_path)
     for answer, lines in answers:
         assert answer["wrong"] == []

@@ -27,9 +27,9 @@ from support.failures import raised, raised_by
 from support.on_ranks import on_ranks
 
 TIMEOUT = 3.0
-"""Of a call that a rank misses."""
+"""Seconds that a call which a rank misses waits."""
 LIMIT = 60.0
-"""Of all others."""
+"""Seconds that all other calls may take."""
 Calls = dict[str, Callable[..., Any]]
 
 
