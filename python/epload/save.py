@@ -117,5 +117,5 @@ def save_async(
         model, path, mapping, names_from, dtype, max_shard_bytes, files, base, checksums, overwrite, topology, timeout
     )  # fmt: skip
     job._start()
-    add_to_background(job._saving, f"save_async() to {path}")
+    add_to_background(job._saving, f"save_async() to {path}", job._topology)
     return job

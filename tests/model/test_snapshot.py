@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
+from inspect import signature
 from itertools import product
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -315,7 +317,9 @@ def part_of_a_group(model: Any) -> None:
     model.body(X)
 
 
-PASSES: tuple[Callable[[Any], Any], ...] = (failed_forward, prefetched, part_of_a_group, lambda model: model(X))
+PASSES: list[Callable[[Any], Any]] = [failed_forward, prefetched, lambda model: model(X)]
+if "cast_output_dtype" in signature(_fsdp_state._register_group_forward_hooks).parameters:
+    PASSES.append(part_of_a_group)  # torch 2.11 does not gather a group again after such a pass and its own reshard()
 
 
 @on_ranks(2)

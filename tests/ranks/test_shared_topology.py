@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -188,6 +189,38 @@ def test_a_loader_of_a_group_that_was_destroyed_is_refused(tmp_path: Path) -> No
     first, second = ranks.run(2, kept_across_groups, tmp_path)
     assert first == second
     assert "the process group with which this topology was made has been destroyed" in first
+
+
+def load_and_destroy(rank: int, folder: Path) -> None:
+    """The job's store is in the first rank, at a port of its own."""
+    server = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False) if rank == 0 else None
+    ports = [server.port if server is not None else 0]
+    dist.broadcast_object_list(ports)
+    dist.barrier()
+    dist.destroy_process_group()
+    store = server or dist.TCPStore("127.0.0.1", ports[0], 2, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model, topology = torch.nn.Linear(3, 2), epload.Topology.from_nodes([[0], [1]])
+    state = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    loader = HierarchicalLoader(topology, readers="one", progress=False)
+    loader.load(model, state)
+    load(model, state, readers="one", progress=False)
+    del server, store
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
+    dist.barrier()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", ports[0])).close()
+    for call in (lambda: loader.load(model, state), lambda: coalesced_bcast([torch.ones(3)], 0, topology)):
+        with pytest.raises((ValueError, epload.LoadError), match="has been destroyed"):
+            call()
+    load(model, state, progress=False)
+
+
+def test_a_store_ends_with_its_group(tmp_path: Path) -> None:
+    """torch would use it for the next job at its address, whose ranks would find keys of the last one."""
+    ranks.run(2, load_and_destroy, tmp_path)
 
 
 RUNS = 4

@@ -37,6 +37,10 @@ _GIVE_UP_SECONDS = 1.0
 """Less than ranks wait for another one before they give a call up, whatever their timeout."""
 _EXIT_SECONDS = 0.1
 """Seconds from when a process's connections end until it has ended itself."""
+DESTROYED = (
+    "the process group with which this topology was made has been destroyed; make a new topology, and new loaders, senders and "
+    "receivers"
+)
 _LOOK_SECONDS = 0.1
 """Minimum seconds between two questions to the store whether a rank has failed, from a thread that moves data."""
 
@@ -74,7 +78,7 @@ class Control(Rounds):
         self.rejoined = 0
         """Number of calls in which ranks came together again after one had missed a call. What they made together before that is
         no longer the same on all."""
-        self._ended = time.monotonic()
+        self.ended = time.monotonic()
         """Value of ``time.monotonic()`` when the last load ended."""
         self._looked = 0.0
         """Value of ``time.monotonic()`` when :meth:`published_failure` last asked the store."""
@@ -101,7 +105,7 @@ class Control(Rounds):
         self.rejoined += bool(absent)
         if self.store is not None:
             with suppress(RuntimeError):  # the store is lost, which the first round says
-                if time.monotonic() - self._ended > min(self.timeout.total_seconds() / 2, _GIVE_UP_SECONDS):
+                if time.monotonic() - self.ended > min(self.timeout.total_seconds() / 2, _GIVE_UP_SECONDS):
                     number = self._catch_up(number)
                 if absent and self.rank not in absent:
                     self.store.set(_RESUMED, str(number))
@@ -111,7 +115,7 @@ class Control(Rounds):
     def end(self) -> None:
         """Ends a load, whatever its outcome."""
         self.timeout = DEFAULT_TIMEOUT
-        self._ended = time.monotonic()
+        self.ended = time.monotonic()
 
     @contextmanager
     def load(self, timeout: timedelta) -> Iterator[None]:
@@ -281,6 +285,12 @@ class Control(Rounds):
 
     # ---- rounds ----
 
+    def _is_alone(self) -> bool:
+        """Returns True for a control of one rank without a store. Raises LoadError if it has let go of its store."""
+        if self.store is None and len(self.ranks) > 1:
+            raise LoadError(DESTROYED)
+        return self.store is None
+
     def agree(
         self, what: str, failure: BaseException | None, view: Any = None,
         reduce: Callable[[dict[int, Any]], Any] = lambda views: None, patience: float = 1.0, last: bool = False,
@@ -309,7 +319,7 @@ class Control(Rounds):
         def reduce_all(views: Views) -> str:
             return reduce_reports(what, views, reduce)
 
-        if self.store is None:
+        if self._is_alone():
             try:
                 return json.loads(reduce_all({report: [self.rank]}))
             except Exception as refusal:
@@ -337,8 +347,9 @@ class Control(Rounds):
 
         ``messages``: by receiver; every rank sends to the same receivers.
         """
-        if (store := self.store) is None:
+        if self._is_alone():
             return dict(messages)
+        store = self.connection()
         prefix, sent = f"{self.prefix}message/{what}", list[str]()
         for receiver, message in messages.items():
             sent += put(store, f"{prefix}/{self.rank}/{receiver}", message)

@@ -134,7 +134,7 @@ class Group:
         own = store.inner if set(backends.values()) == {"gloo"} else connect_again(store.inner)
         if own is not store.inner:
             own.set_timeout(timeout)  # a sync's store has a shorter one, for other calls
-        group = dist.ProcessGroup(PrefixStore("group/", own), index, size)
+        group = dist.ProcessGroup(PrefixStore("group/", store if own is store.inner else own), index, size)
         built: dict[str, tuple[Any, Any]] = {}
         for kind_of_device, name in backends.items():
             if name not in built:
@@ -148,6 +148,7 @@ class Group:
         # The default backend is chosen as by torch: NCCL or XCCL, else a plugin, else gloo.
         default = min(built, key=lambda name: (name not in ("nccl", "xccl"), name == "gloo"))
         group._set_default_backend(built[default][0])
+        del store.inner  # the store's port is free, and its keys are gone, once nobody has it
         group._set_group_name(self._shared_name)
         self._group = group
         self.register()

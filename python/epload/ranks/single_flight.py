@@ -27,8 +27,8 @@ from epload.ranks.topology import Topology, as_topology
 
 _lock = threading.RLock()
 _current: Call | None = None
-_background: dict[Future[Any], str] = {}
-"""Calls that run in threads of their own, with what they are called."""
+_background: dict[Future[Any], tuple[str, object]] = {}
+"""Calls that run in threads of their own, with what they are called, and their group, which lives as long."""
 _PATIENCE = 10.0
 """Seconds after which a call says for which others it waits."""
 
@@ -43,9 +43,9 @@ def _forget_parents_calls() -> None:
 os.register_at_fork(after_in_child=_forget_parents_calls)
 
 
-def add_to_background(call: Future[Any], what: str) -> None:
+def add_to_background(call: Future[Any], what: str, topology: Topology) -> None:
     """Has the next calls wait for one that runs in a thread of its own."""
-    _background[call] = what
+    _background[call] = what, topology.group
     call.add_done_callback(_background.pop)
 
 
@@ -53,7 +53,7 @@ def wait_for_background() -> None:
     """Waits until all calls in the background have ended, whatever their outcome. Called before a call that takes its number
     itself, so that calls take their numbers in one order on all ranks."""
     if wait(list(_background), _PATIENCE).not_done:
-        logger.warning("waits for what runs in the background: %s", ", ".join(list(_background.values())))
+        logger.warning("waits for what runs in the background: %s", ", ".join(what for what, _ in list(_background.values())))
         wait(list(_background))
 
 

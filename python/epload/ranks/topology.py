@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,10 +18,11 @@ from epload.model.devices import backends_of
 from epload.native.extension import _C
 from epload.planning.algorithms import groups_between
 from epload.ranks.connection import DEFAULT_TIMEOUT
-from epload.ranks.control import Control
+from epload.ranks.control import DESTROYED, Control
 from epload.ranks.group_cache import GroupCache
 from epload.ranks.membership import check_partition, group_equal, machine_identity, membership
 from epload.ranks.rendezvous import rendezvous
+from epload.ranks.rounds import OUTCOME_SECONDS
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Topology:
         """Use :meth:`discover` or :meth:`from_nodes`."""
         self.nodes = tuple(tuple(node) for node in nodes)
         self.rank = rank
-        self.group = group
+        self._group = weakref.ref(group) if group is not None else None
         self.ranks = tuple(sorted(r for node in self.nodes for r in node))
         self.node = next(node for node in self.nodes if rank in node)
         self.control = control
@@ -59,6 +62,8 @@ class Topology:
         has_watchdog = backends is not None and not {"nccl", "hccl"}.isdisjoint(backends.values())
         self.watched_groups = GroupCache(backends, control, watched=True) if has_watchdog else self.groups
         """Groups for operations that outlive the call that queues them."""
+        if group is not None:
+            weakref.finalize(group, _let_go, weakref.ref(control)).atexit = False
         self._loaders = 0
         self.stale = False
         """True if a load has failed of which this rank learned while another load may have used the groups."""
@@ -88,7 +93,7 @@ class Topology:
         global _default, _is_discovering
         with _default_lock:
             group, _, _ = membership(None)
-            if _default is None or _default.group is not group:
+            if _default is None or not _default._is_of(group):
                 if _is_discovering:  # in this thread, which a signal has interrupted
                     raise call_order_error()
                 _is_discovering = True
@@ -101,7 +106,7 @@ class Topology:
     @classmethod
     def is_discovered(cls) -> bool:
         """Returns True if :meth:`default` does not have to find the ranks any more."""
-        return _default is not None and _default.group is membership(None)[0]
+        return _default is not None and _default._is_of(membership(None)[0])
 
     @classmethod
     def from_nodes(
@@ -146,16 +151,22 @@ class Topology:
         return f"Topology({'+'.join(str(len(node)) for node in self.nodes)} {noun}, rank {self.rank})"
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None without ``torch.distributed``, and once it is destroyed."""
+        return self._group() if self._group is not None else None
+
+    @property
     def even(self) -> bool:
         """True if all nodes have equally many ranks."""
         return len({len(node) for node in self.nodes}) == 1
 
+    def _is_of(self, group: dist.ProcessGroup | None) -> bool:
+        return self.group is group and (self._group is None) == (group is None)
+
     def check_group(self) -> None:
         """Raises ValueError if the process group has been destroyed since."""
-        if self.group is not None and self.group not in dist.distributed_c10d._world.pg_map:
-            raise ValueError(
-                "the process group with which this topology was made has been destroyed; make a new topology, and new loaders"
-            )
+        if self._group is not None and self._group() not in dist.distributed_c10d._world.pg_map:
+            raise ValueError(DESTROYED)
 
     def check_source(self, src: int | None) -> int:
         """Returns ``src``; the first rank for None. Raises ValueError if it is not a rank of this topology."""
@@ -195,6 +206,15 @@ class Topology:
 _default: Topology | None = None
 _default_lock = threading.RLock()
 _is_discovering = False
+
+
+def _let_go(reference: weakref.ref[Control]) -> None:
+    """Lets go of the store of a group that was destroyed: as long as anything has it, torch serves the next job of this process
+    from it, at the same address, where ranks then find keys of the last one."""
+    if (control := reference()) is not None:
+        if control.rank == control.coordinator and len(control.tree.nodes) > 1:
+            time.sleep(max(0.0, control.ended + OUTCOME_SECONDS - time.monotonic()))  # others may not have read the outcome
+        control.close()
 
 
 def as_topology(topology: Topology | None, timeout: timedelta | float | None = None) -> Topology:

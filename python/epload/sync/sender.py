@@ -226,7 +226,7 @@ class WeightSender(Endpoint):
         try:
             self._sending = threads.call("epload-send", lambda: self._send(report, began, failure, copied, number))
             self._sending.add_done_callback(lambda _: may_change.set())
-            add_to_background(self._sending, f"send_weights({version}, wait=False)")
+            add_to_background(self._sending, f"send_weights({version}, wait=False)", self.topology)
             if self._model.base_version is not None:
                 may_change.wait()
         except BaseException as error:
