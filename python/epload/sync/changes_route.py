@@ -18,7 +18,7 @@ from epload.sync.comparison import DENSE, Comparison, compare
 from epload.sync.host_route import HostRoute
 from epload.sync.node_version import NodeVersion
 from epload.sync.report import SyncReport
-from epload.transfer.context import KeepsNothing, TransferContext
+from epload.transfer.context import Sink, TransferContext
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import BUFFERS, NodeMemory
 
@@ -121,7 +121,7 @@ class ChangesRoute:
         context = TransferContext(
             plan, roles, fill, plan.describe, control, report, self._verify, report.version, ends_in_order=False
         )
-        self._route().run(context, self._memory, self._received or KeepsNothing())
+        self._route().run(context, self._memory, self._received or Sink())
         report.wire_bytes += plan.nbytes
         report.changed = changes.elements
         report.buckets_unchanged = len(changes.unchanged)

@@ -12,7 +12,6 @@ from torch import Tensor
 from epload.core.attempt import Attempt
 from epload.core.regions import Regions
 from epload.errors import LoadError, message_of
-from epload.native import ops
 from epload.observe.progress import Progress
 from epload.planning.streams import ExchangePlan, Members, Stream
 from epload.planning.waves import Wave
@@ -32,26 +31,6 @@ MAX_GROUPS = 12
 
 Hop = tuple[int, tuple[int, ...]]
 """A broadcast: its root and its ranks."""
-
-
-class StagedBuckets(Sink):
-    """Copies buckets from a device into the memory for a whole version."""
-
-    def __init__(self, staged: Mapping[int, Tensor], pipe: ops.Pipe | None, verify: Callable[[int, Tensor], None] | None) -> None:
-        """
-        Args:
-            staged: the memory of each bucket.
-            pipe: from the device.
-            verify: raises LoadError if a bucket in that memory has another checksum than its bytes.
-        """
-        self._staged = staged
-        self._pipe = pipe
-        self._verify = verify
-
-    def unpack(self, number: int, bucket: Tensor) -> None:
-        Regions.of_bytes(bucket, self._pipe).pack(self._staged[number])
-        if self._verify is not None:  # what stays, and not what was on the device
-            self._verify(number, self._staged[number])
 
 
 class DeviceRoute:
@@ -146,8 +125,19 @@ class DeviceRoute:
             raise
 
     def staged(self, buckets: Mapping[int, Tensor], verify: Callable[[int, Tensor], None] | None) -> Sink:
-        """Returns what takes buckets on a rank that keeps whole versions in host memory. See :class:`StagedBuckets`."""
-        return StagedBuckets(buckets, self._staging.pipe.native if self._staging.pipe is not None else None, verify)
+        """Returns a sink that copies buckets from the device into the memory that each has in a whole version on the host.
+
+        Args:
+            verify: raises LoadError if a bucket in that memory has another checksum than its bytes.
+        """
+        pipe = self._staging.pipe.native if self._staging.pipe is not None else None
+
+        def take(number: int, bucket: Tensor) -> None:
+            Regions.of_bytes(bucket, pipe).pack(buckets[number])
+            if verify is not None:  # what stays, and not what was on the device
+                verify(number, buckets[number])
+
+        return Sink(take)
 
     @property
     def footprint(self) -> int:

@@ -30,7 +30,7 @@ from epload.sync.node_version import NodeVersion
 from epload.sync.participants import Participants, Start
 from epload.sync.pulling import Puller, publish_memory
 from epload.sync.report import SyncReport
-from epload.transfer.context import KeepsNothing, Sink, TransferContext
+from epload.transfer.context import Sink, TransferContext
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import BUFFERS, NodeMemory
 
@@ -345,7 +345,7 @@ class Generation:
             report.version,
             ends_in_order=False,
         )
-        sink: Sink = KeepsNothing() if self._sends or shards is None else shards
+        sink: Sink = Sink() if self._sends or shards is None else shards
         if isinstance(route, DeviceRoute) and self.node_version is not None:
             sink = route.staged(self.node_version.buckets, context.verify if verify else None)
         route.run(context, self._memory, sink, show_progress)

@@ -30,6 +30,10 @@ CheckpointError if it cannot be read."""
 class Sink:
     """Takes the buckets of a transfer. Used by one thread, within :meth:`entered`."""
 
+    def __init__(self, take: Callable[[int, Tensor], None] = lambda number, bucket: None) -> None:
+        """``take``: see :meth:`unpack`; by default keeps nothing, as a rank that sends."""
+        self._take = take
+
     def entered(self) -> AbstractContextManager[None]:
         """Returns a context for the whole transfer."""
         return nullcontext()
@@ -37,14 +41,7 @@ class Sink:
     def unpack(self, number: int, bucket: Tensor) -> None:
         """Takes what this rank keeps, if anything, out of a bucket (uint8). The sink no longer needs it when this returns, or
         when the work that it has queued on its stream is done."""
-        raise NotImplementedError
-
-
-class KeepsNothing(Sink):
-    """Leaves buckets where they are, as on a rank that sends."""
-
-    def unpack(self, number: int, bucket: Tensor) -> None:
-        pass
+        self._take(number, bucket)
 
 
 @dataclass(frozen=True)
