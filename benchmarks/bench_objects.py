@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from epload import Checkpoint, Piece
-from epload.checkpoint import object_clients
-from epload.checkpoint.object_clients import Client, FsspecClient, ObstoreClient, connect
+from epload.checkpoint import object_store
+from epload.checkpoint.object_store import Client, FsspecClient, ObstoreClient, connect
 
 BUCKET = 64 << 20
 FILE = "model.safetensors"
@@ -57,8 +57,8 @@ def nginx(program: str, folder: Path) -> Iterator[str]:
 
 @contextmanager
 def using(kind: type[Client]) -> Iterator[None]:
-    known = {} if kind is FsspecClient else dict(object_clients._OBSTORE)
-    with mock.patch.dict(object_clients._OBSTORE, known, clear=True):
+    known = {} if kind is FsspecClient else dict(object_store._OBSTORE)
+    with mock.patch.dict(object_store._OBSTORE, known, clear=True):
         yield
 
 

@@ -18,8 +18,8 @@ from epload.checkpoint import finding, opening
 from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.local_store import LocalStore
+from epload.checkpoint.manifest import FileFacts, OpenFiles, StoredTensor
 from epload.checkpoint.object_store import ObjectStore
-from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
 from support.checkpoints import assert_same, read_all, tensor
 
 Make = Callable[[Path], ByteStore]

@@ -22,7 +22,7 @@ from obstore.store import HTTPStore
 from safetensors.torch import save_file
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Piece, Topology
-from epload.checkpoint import base, object_clients, object_store, torch_file
+from epload.checkpoint import base, object_store, torch_file
 from epload.checkpoint.byte_store import StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.opening import join_source
@@ -64,7 +64,7 @@ def s3(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> Servers:
 
 def only(library: str) -> AbstractContextManager[Any]:
     """Hides the client that comes first."""
-    return mock.patch.dict(object_clients._OBSTORE, clear=library == "fsspec")
+    return mock.patch.dict(object_store._OBSTORE, clear=library == "fsspec")
 
 
 def put(moto: Moto, folder: Path, prefix: str) -> str:
@@ -181,7 +181,7 @@ def test_a_signed_url(library: str, s3: Servers, tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["b.s3.amazonaws.com", "account.blob.core.windows.net", "a.r2.cloudflarestorage.com"])
 def test_a_signed_url_of_a_known_host_keeps_its_signature(host: str) -> None:
     url = f"https://{host}/folder/x?signature=1"
-    store = object_clients.ObstoreClient(url)._store
+    store = object_store.ObstoreClient(url)._store
     assert (type(store), store.url) == (HTTPStore, url)
 
 
@@ -338,7 +338,7 @@ def test_two_objects_of_one_size_and_time(s3: Servers, tmp_path: Path) -> None:
     urls = [put(s3[0], tmp_path, "same/0")]
     path.write_bytes(path.read_bytes().replace(b'"a"', b'"c"').replace(b'"b"', b'"a"').replace(b'"c"', b'"b"'))
     urls.append(put(s3[0], tmp_path, "same/1"))
-    with mock.patch.object(object_clients, "_version", lambda meta: (meta["size"], "time and size")), only("obstore"):
+    with mock.patch.object(object_store, "_version", lambda meta: (meta["size"], "time and size")), only("obstore"):
         first = Checkpoint.open(urls[0])
         assert_same(read_all(first), state)
         assert_same(read_all(Checkpoint.open(urls[1], known=first.manifest)), {"a": state["b"], "b": state["a"]})
@@ -368,7 +368,7 @@ def test_a_replaced_object_without_an_etag(hidden: set[str], library: str, s3: S
 
 @pytest.mark.parametrize("key", ["ETag", "Last-Modified", "LastModified", "mtime", "modificationTime"])
 def test_what_tells_versions_with_fsspec(key: str, tmp_path: Path) -> None:
-    client = object_clients.FsspecClient(f"file://{tmp_path}")
+    client = object_store.FsspecClient(f"file://{tmp_path}")
     with mock.patch.object(client._fs, "info", return_value={"size": 3, key: 1234}):
         assert client.head("x") == (3, "1234")
 
@@ -376,9 +376,9 @@ def test_what_tells_versions_with_fsspec(key: str, tmp_path: Path) -> None:
 def test_what_is_not_there(s3: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects, and then clients. What the environment says of a client counts, too."""
     monkeypatch.setenv("AWS_READ_TIMEOUT", "7s")
-    options = object_clients._client_options("s3")
+    options = object_store._client_options("s3")
     assert (options["allow_http"], options["read_timeout"], options["connect_timeout"]) == (True, "7s", "10s")
-    assert "allow_http" not in object_clients._client_options("gs")
+    assert "allow_http" not in object_store._client_options("gs")
     for library in LIBRARIES:
         with only(library):
             for name, text in (

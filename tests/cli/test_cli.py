@@ -30,7 +30,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig
 
 import epload
 from epload.cli import doctor
-from epload.cli.folding import fold
+from epload.cli.checkpoints import fold
 from epload.cli.main import main
 from support.failures import error_of
 

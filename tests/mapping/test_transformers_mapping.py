@@ -38,11 +38,9 @@ import epload
 from epload import Mapping, ModelMismatch
 from epload.core.views import Assembly
 from epload.mapping import Rename, from_model
-from epload.mapping.conversion import match_conversions
-from epload.mapping.place import place
+from epload.mapping.place import match_conversions, place
 from epload.mapping.resolve import resolve_mapping
-from epload.mapping.tracking import ElementTracker, track
-from epload.mapping.transformers import convert_of, rename_of
+from epload.mapping.transformers import ElementTracker, convert_of, rename_of, track
 from support.checks import full_values
 from support.findings import differing, must_be_refused
 from support.mappings import Shapes, assemble, shapes_of

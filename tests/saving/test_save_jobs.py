@@ -26,7 +26,7 @@ from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology
 from epload.saving import run as run_module
-from epload.saving import shared, writer
+from epload.saving import writer
 from epload.saving.plan import SLOT_BYTES
 from epload.saving.run import PendingSave
 from measure import PeakMemory
@@ -159,7 +159,7 @@ def save_where_a_byte_is_lost(rank: int, folder: str) -> list[str]:
     model, texts = build("fsdp", dist.get_world_size()), []
     write(model, 3)
     epload.save(model, f"{folder}/base", topology=epload.Topology.from_nodes([[0, 1, 2]]), timeout=30)
-    with mock.patch.object(shared, "_write", return_value=None) if rank == 2 else nullcontext():
+    with mock.patch.object(writer, "_write_byte", return_value=None) if rank == 2 else nullcontext():
         for nodes in ([[0, 1], [2]], [[2], [0, 1]], [[0, 1, 2]]):
             options: dict[str, Any] = {"topology": epload.Topology.from_nodes(nodes), "timeout": 30}
             texts.append(error_of(partial(epload.save, model, f"{folder}/new-{len(texts)}", **options)))

@@ -21,7 +21,7 @@ from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.file_sets import DCP, DCP_ROOT
 from epload.checkpoint.index import Index, is_plain
-from epload.checkpoint.open_files import OpenFiles, StoredTensor
+from epload.checkpoint.manifest import OpenFiles, StoredTensor
 from epload.core import dtypes, garbage_collection
 from epload.core.placement import Box
 from epload.errors import CheckpointError

@@ -26,8 +26,7 @@ from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.finding import open_named
 from epload.checkpoint.index import Index, is_plain
 from epload.checkpoint.local_store import LocalStore
-from epload.checkpoint.manifest import Manifest
-from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
+from epload.checkpoint.manifest import FileFacts, Manifest, OpenFiles, StoredTensor
 from epload.checkpoint.quantization import quantization_of
 from epload.core import dtypes
 from epload.core.columns import batches, column

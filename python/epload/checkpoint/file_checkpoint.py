@@ -15,8 +15,7 @@ from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore, StoredFile
-from epload.checkpoint.manifest import Manifest, TensorLocations
-from epload.checkpoint.open_files import OpenFiles, StoredTensor
+from epload.checkpoint.manifest import Manifest, OpenFiles, StoredTensor, TensorLocations
 from epload.core.chunks import Chunks
 from epload.core.columns import column
 from epload.core.copy_table import CopyTable

@@ -10,14 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from epload.checkpoint import dcp, delta, file_sets, hub, safetensors, torch_file, unsupported
+from epload.checkpoint import dcp, delta, file_sets, hub, safetensors, torch_file
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore, Progress, StoredFile, in_threads
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.finding import check_no_options, choose, located, open_named, read_json
 from epload.checkpoint.index import Index
-from epload.checkpoint.manifest import Manifest
-from epload.checkpoint.open_files import FileFacts, OpenFiles
+from epload.checkpoint.manifest import FileFacts, Manifest, OpenFiles
 from epload.checkpoint.quantization import quantization_of
 from epload.checkpoint.state_dict import STATE_DICT, StateDictCheckpoint, split_entries
 from epload.core.dtypes import FP8, INTEGERS
@@ -77,7 +76,7 @@ def open_source(
         file, *others = store.open(chosen)
         if others:
             return _read(store, str(store), known)
-        if not file.name.endswith(".safetensors") and (reason := unsupported.of_file(file)):
+        if not file.name.endswith(".safetensors") and (reason := file_sets.unsupported_file(file)):
             raise CheckpointError(reason)
         return _read(store, store.path_of(file.name), known, has_config=has_config)
 
@@ -164,7 +163,7 @@ def _open_index(store: ByteStore, name: str, prefix: str, known: Manifest | None
     file = store.open_description(name)
     index = dcp.DcpIndex(file, prefix) if name == file_sets.DCP else Index(file)
     if not name.endswith((file_sets.DCP, ".index.json")) and b'"weight_map"' not in index.raw:
-        raise CheckpointError(unsupported.of_file(file))
+        raise CheckpointError(file_sets.unsupported_file(file))
     if known is not None and known.locations is not None and known.locations.index == index.digest:
         names = [facts.name for facts in known.locations.files]
     else:

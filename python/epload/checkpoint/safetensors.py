@@ -13,11 +13,11 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from epload.checkpoint import unsupported
 from epload.checkpoint.byte_store import StoredFile, in_threads
 from epload.checkpoint.file_checkpoint import FileCheckpoint
+from epload.checkpoint.file_sets import lfs_pointer
 from epload.checkpoint.index import without_duplicates
-from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
+from epload.checkpoint.manifest import FileFacts, OpenFiles, StoredTensor
 from epload.core.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
 
@@ -54,7 +54,7 @@ def read_layout(file: StoredFile, number: int = 0) -> list[StoredTensor]:
     prefix, size = file.read(0, 8), file.nbytes
     if len(prefix) < 8:
         raise CheckpointError(f"{file}: expected a safetensors file, got {size} bytes, which is less than its shortest header")
-    if reason := unsupported.lfs_pointer(file, prefix + file.read(8, 56)):
+    if reason := lfs_pointer(file, prefix + file.read(8, 56)):
         raise CheckpointError(reason)
     length = int.from_bytes(prefix, "little")
     if length > min(size - 8, MAX_HEADER_BYTES):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from epload.checkpoint.byte_store import StoredFile, in_threads
 from epload.checkpoint.file_checkpoint import FileCheckpoint
-from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
+from epload.checkpoint.manifest import FileFacts, OpenFiles, StoredTensor
 from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
 from epload.core import dtypes
 from epload.errors import CheckpointError

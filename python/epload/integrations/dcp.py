@@ -31,8 +31,7 @@ from epload.checkpoint.base import Checkpoint, read_tensor, regions_of_boxes
 from epload.checkpoint.file_sets import DCP, DCP_ROOT
 from epload.checkpoint.finding import unreadable
 from epload.checkpoint.local_store import LocalStore
-from epload.checkpoint.manifest import Manifest
-from epload.checkpoint.open_files import FileFacts, OpenFiles
+from epload.checkpoint.manifest import FileFacts, Manifest, OpenFiles
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes
 from epload.core.default_device import on_cpu

@@ -1,4 +1,4 @@
-"""The mapping of a load: what the caller passed, or for ``"auto"`` what the model declares."""
+"""The mapping of a load: what the caller passed, or for ``"auto"`` what the model or its library declares."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import declared_quantization
 from epload.core.dtypes import FP8
 from epload.core.views import Shape
-from epload.mapping.diffusers import from_diffusers
-from epload.mapping.mapping import AnyMapping, Mapping
+from epload.mapping.mapping import AnyMapping, Mapping, Rename
 from epload.mapping.megatron import from_megatron
 from epload.mapping.quantize import Quantize
 from epload.mapping.transformers import from_transformers
 from epload.mapping.wrappers import adapter_pairs, is_from_package, unwrap
 from epload.model.initialization import is_diffusers
 from epload.model.megatron import MegatronChunks
+
+_DEPRECATED = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+"""Names in checkpoints of attention layers that the library has renamed since."""
 
 
 def from_model(model: nn.Module, names: Collection[str] | None = None) -> Mapping:
@@ -50,6 +52,16 @@ def from_model(model: nn.Module, names: Collection[str] | None = None) -> Mappin
     elif is_diffusers(type(inner)):
         mapping = from_diffusers(inner)
     return replace(mapping, aliases=aliases, ties=mapping.ties + copies)
+
+
+def from_diffusers(model: nn.Module) -> Mapping:
+    """Returns what the library's ``from_pretrained`` does for a model without wrappers: what ``ModelMixin`` renames in
+    ``_fix_state_dict_keys_on_load``, and ``_keys_to_ignore_on_load_unexpected``."""
+    renamed = [name for name, module in model.named_modules() if getattr(module, "_from_deprecated_attn_block", False)]
+    paths = "|".join(map(re.escape, renamed))
+    renames = [Rename(rf"^({paths})\.{old}\.", rf"\1.{new}.") for old, new in _DEPRECATED.items()] if renamed else []
+    ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    return Mapping(tuple(renames), required=False, ignore_unexpected=ignored)
 
 
 def resolve_mapping(

@@ -21,9 +21,8 @@ from epload.core.dtypes import name as dtype_name
 from epload.core.placement import row_major_strides
 from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
-from epload.mapping.conversion import match_conversions
 from epload.mapping.mapping import AnyMapping, Mapping, apply_renames, ignored_keys
-from epload.mapping.place import Place, place
+from epload.mapping.place import Place, match_conversions, place
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.transformers import checkpoint_form
 from epload.mapping.wrappers import TRAINED_COPY, is_from_package, names_added_by_adapters, unwrap

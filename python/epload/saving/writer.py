@@ -1,19 +1,24 @@
-"""Writes a checkpoint of safetensors files, to which each rank writes its own part."""
+"""Writes a checkpoint of safetensors files, to which each rank writes its own part, and the list of their digests."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from epload.checkpoint import checksums
 from epload.checkpoint.file_sets import CHECKSUMS, CONFIG, WRITTEN
+from epload.core import threads
 from epload.core.attempt import Attempt
 from epload.core.buffers import as_memoryview
 from epload.core.columns import batches
@@ -21,19 +26,22 @@ from epload.core.placement import box_slices, contiguous_runs
 from epload.errors import LoadError
 from epload.files import read_regular
 from epload.native import ops
+from epload.observe.render import list_first
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
-from epload.saving.checksums import hash_files, publish
 from epload.saving.folder import NewFolder, discard, hidden_path
 from epload.saving.layout import FilesLayout
 from epload.saving.plan import WritePlan
-from epload.saving.shared import check_shared
+from epload.transfer.affinity import read_threads
 from epload.transfer.device_pipe import DevicePipe
 
 CALL_BYTES = 128 << 20
 """Bytes on a device that are written in one call, in which all threads of the pipe take part."""
 Wrote = Callable[[int], None]
 """Called with the number of bytes after each write; may raise to stop."""
+_ONE_NODE = "to the disk of one node, with topology=Topology.discover(group) over that node's ranks"
+Digests = Mapping[str, Sequence[str]]
+"""The digests of the chunks of files, by their names."""
 
 
 def check_equal(digests: Mapping[int, str], activity: str) -> None:
@@ -120,16 +128,16 @@ def write_checkpoint(
                 copied = {file.name: read_regular(file) for file in files}
                 for name, content in {**folder.layout.index, **describe(folder), **copied}.items():
                     folder.add(name, content)
-                digest = publish(folder.temporary, digests) if checksums else ""
+                digest = _publish(folder.temporary, digests) if checksums else ""
                 folder.commit()
                 return digest
 
         created = Attempt(create)
         control.agree("making the folder", created.failure)
         folder = created.value
-        check_shared(topology, folder)
+        _check_shared(topology, folder)
         control.agree("writing the checkpoint", Attempt(write_part).failure)
-        digests = hash_files(folder, topology) if checksums else {}
+        digests = _hash_files(folder, topology) if checksums else {}
         control.doing = "completes the checkpoint"
         completed = Attempt(lambda: complete() if is_first else "")
         report.checksums = control.agree(
@@ -142,6 +150,109 @@ def write_checkpoint(
         failed.pop_all()
     report.files, report.tensors = len(folder.layout.names), len(folder.layout.file)
     report.nbytes = folder.layout.nbytes
+
+
+def _check_shared(topology: Topology, folder: NewFolder) -> None:
+    """Collective. If ranks of several nodes write to one file, the first of each node writes a byte to a file, as not every file
+    system keeps all of them.
+
+    Raises:
+        LoadError: a rank does not see the folder that the first rank has made, or a byte is lost; the same on every rank.
+    """
+    control, path, nodes = topology.control, folder.temporary / "probe", topology.nodes
+    is_first, is_leader = topology.rank == topology.ranks[0], topology.rank == topology.node[0]
+    is_probed = len(nodes) > 1 and any(folder.layout.sizes)  # a save of changes has a file for each rank
+    made = Attempt(lambda: _make_probe(path, len(nodes)) if is_first and is_probed else None)
+    is_seen = folder.temporary.is_dir()
+    control.agree("finding the folder", made.failure, is_seen, lambda views: _check_seen(folder.path.parent, views))
+    if is_probed:
+        wrote = Attempt(lambda: _write_byte(path, nodes.index(topology.node), folder.path.parent) if is_leader else None)
+        control.agree("writing a byte of each node", wrote.failure)
+        found = Attempt(lambda: _check_written(path, folder.path.parent, nodes) if is_first else None)
+        control.agree("reading the byte of each node", found.failure)
+
+
+def _check_seen(parent: Path, seen: Mapping[int, bool]) -> None:
+    """Raises LoadError unless every rank sees the hidden folder that the first rank has made in ``parent``.
+
+    The folder's name is that of no other save, so that a rank does not see another one in its place.
+    """
+    if others := [rank for rank, sees in seen.items() if not sees]:
+        raise LoadError(
+            f"{parent} is on several file systems: ranks {list_first(others)} do not see the folder that rank "
+            f"{min(seen)} has made there, and nothing was saved; save to a folder that all nodes share, or {_ONE_NODE}"
+        )
+
+
+def _make_probe(path: Path, nbytes: int) -> None:
+    with open(path, "xb") as stream:
+        stream.truncate(nbytes)  # without a write, as in NewFolder.create()
+
+
+def _write_byte(path: Path, offset: int, parent: Path) -> None:
+    """Raises LoadError if the byte cannot be written."""
+    try:
+        fd = os.open(path, os.O_WRONLY)
+        try:
+            os.pwrite(fd, b"\1", offset)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise LoadError(
+            f"{parent} does not let several nodes write to one file ({error.strerror}), and nothing was saved; save to a file "
+            f"system that does, such as NFS or Lustre, or {_ONE_NODE}"
+        ) from error
+
+
+def _check_written(path: Path, parent: Path, nodes: Sequence[Sequence[int]]) -> None:
+    """Raises LoadError if a byte is lost. Deletes the file."""
+    content = path.read_bytes().ljust(len(nodes), b"\0")
+    path.unlink()
+    if lost := [node[0] for node, byte in zip(nodes, content, strict=True) if byte != 1]:
+        raise LoadError(
+            f"{parent} does not keep what several nodes write to one file: a byte of each of ranks {list_first(lost)} is lost, "
+            f"and nothing was saved; save to a file system that keeps it, such as NFS or Lustre, or {_ONE_NODE}"
+        )
+
+
+def _hash_files(folder: NewFolder, topology: Topology) -> Digests:
+    """Reads the files that all ranks have written, and returns their digests, on the first rank. Collective: each rank hashes
+    some of the chunks. Raises LoadError, the same on every rank."""
+    control, ranks = topology.control, topology.control.ranks
+    paths = [folder.path_of(number) for number in range(len(folder.layout.names))]
+    index = ranks.index(control.rank)
+
+    def hash_own() -> list[str]:
+        chunks = [(path, number) for path in paths for number in _chunks_of(path)][index :: len(ranks)]
+        with control.working("hashes its part of the checkpoint") as done:
+            steps = [partial(checksums.hash_chunk, *chunk, done) for chunk in chunks]
+            return threads.run_all("epload-hash", steps, read_threads(len(topology.node)))
+
+    own = Attempt(hash_own)
+    control.agree("hashing the files", own.failure, patience=2)
+    received = control.exchange("the digests of files", {ranks[0]: json.dumps(own.value).encode()})
+    if index > 0:
+        return {}
+    shares = cycle([iter(json.loads(received[rank])) for rank in ranks])
+    return {path.name: [next(next(shares)) for _ in _chunks_of(path)] for path in paths}
+
+
+def _publish(folder: Path, digests: Digests) -> str:
+    """Writes the list of all files of a folder, those that are not hashed yet included. Returns its digest. Raises OSError."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        known = digests.get(path.name) or [checksums.hash_chunk(path, number) for number in _chunks_of(path)]
+        files[path.name] = {"bytes": path.stat().st_size, "chunks": known}
+    described = {"algorithm": "sha256", "chunk_bytes": checksums.CHUNK_BYTES, "files": files}
+    content = json.dumps(described, indent=1).encode()
+    with open(folder / CHECKSUMS, "xb") as stream:
+        stream.write(content)
+    return checksums.PREFIX + hashlib.sha256(content).hexdigest()
+
+
+def _chunks_of(path: Path) -> range:
+    return range(checksums.chunk_count(path.stat().st_size, checksums.CHUNK_BYTES))
 
 
 def write_regions(
