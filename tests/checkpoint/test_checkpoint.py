@@ -77,20 +77,6 @@ def test_metadata_is_no_tensor_and_order_is_that_of_the_bytes(tmp_path: Path) ->
     assert raw_bytes(read_all(checkpoint)["late"]) == b"cde"
 
 
-def test_consume_frees_each_tensor_once_it_was_taken() -> None:
-    state = {"a": tensor(1, (10,)), "b": tensor(2, (20,)), "c": tensor(3, (5,))}
-    kept = dict(state)
-    checkpoint = Checkpoint.from_state_dict(state, consume=True)
-    bucket = torch.zeros(256, dtype=torch.uint8)
-    checkpoint.fill(bucket, [Piece(0, 0, 0, 40), Piece(1, 0, 48, 32)])
-    assert list(state) == ["b", "c"]
-    assert raw_bytes(kept["a"]) == bytes(bucket[:40].tolist())
-    checkpoint.fill(bucket, [Piece(1, 32, 0, 48)])
-    assert list(state) == ["c"]
-    assert raw_bytes(kept["b"])[32:] == bytes(bucket[:48].tolist())
-    must_raise(CheckpointError, "a was consumed", checkpoint.fill, bucket, [Piece(0, 0, 0, 40)])
-
-
 def test_a_dict_with_something_that_is_no_full_tensor() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for kind, text, state in (
@@ -101,8 +87,6 @@ def test_a_dict_with_something_that_is_no_full_tensor() -> None:
         ((TypeError, CheckpointError), "1", {1: tensor(1, (2,))}),
     ):
         must_raise(kind, text, Checkpoint.open, state)
-    text = r"expected a dict of tensors, got a str; Checkpoint\.open\(\) takes paths"
-    must_raise(TypeError, text, Checkpoint.from_state_dict, "m.safetensors")
 
 
 def test_a_running_job_is_no_stored_checkpoint() -> None:

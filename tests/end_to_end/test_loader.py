@@ -94,7 +94,7 @@ def fill(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
 
 
 def kinds(rank: int, device: str) -> list[str]:
-    """Ties, buffers, 0-d, empty and split tensors, casts, offloaded tensors, missing keys, consumed sources."""
+    """Ties, buffers, 0-d, empty and split tensors, casts, offloaded tensors, missing keys."""
     problems: list[str] = []
     world = dist.get_world_size()
     on_device = device != "cpu"
@@ -167,13 +167,6 @@ def kinds(rank: int, device: str) -> list[str]:
         check("partial", model, {**some, "scale": one["scale"]})
         if (report.missing_keys, report.unexpected_keys) != (["scale"], ["stray"]):
             problems.append(f"{readers}: {report.missing_keys} {report.unexpected_keys}")
-
-        consumed = state_for(4)
-        source = epload.Checkpoint.from_state_dict(consumed, consume=True)
-        loader.load(model, source if readers != "one" or rank == 0 else None)
-        check("consumed", model, state_for(4))
-        if readers == "one" and bool(consumed) != (rank != 0):
-            problems.append(f"consume left {list(consumed)}")
     return problems
 
 

@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import epload
-from epload import Checkpoint, HierarchicalLoader, LoadOptions, Mapping, Topology
+from epload import HierarchicalLoader, LoadOptions, Mapping, Topology
 from epload.mapping import Rename
-from epload.native import ops
 from support import fakedev
 from support.accelerator import ExternalStream, run_on
 from support.checks import all_fine, as_bytes, local_of
@@ -388,20 +387,6 @@ def test_a_failure_in_the_middle(place: str, readers: str, algorithm: str, nodes
         expected[case] = ("LoadError", [culprit, text])
     expected["hook"] = ("LoadError", ["rank 1", "KeyError", "no rule for norm", "bias"])
     check(outcomes, expected)
-
-
-@on_ranks(4)
-def test_a_consumed_source_can_be_retried(rank: int) -> list[str]:
-    """A load that failed inside the first tensor has consumed nothing, so the same source can be loaded again."""
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
-    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(384))})
-    full = torch.arange(384.0)
-    source = Checkpoint.from_state_dict({"w": full.clone()}, consume=True) if rank == 0 else None
-    with mock.patch.object(ops, "pack", side_effect=[None, None, RuntimeError("stop")]):
-        if outcome(lambda: loader.load(model, source)) is None:
-            return ["the load did not fail"]
-    failure = outcome(lambda: loader.load(model, source))
-    return [] if failure is None and torch.equal(model["w"].detach(), full) else [f"the second load: {failure}"]
 
 
 def test_failures_without_a_process_group() -> None:

@@ -63,7 +63,7 @@ class Filling(Checkpoint):
     """A state dict that fills whole buckets, and can do nothing else."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
-        self._inner = Checkpoint.from_state_dict(state)
+        self._inner = Checkpoint.open(state)
         self.calls = 0
 
     @property

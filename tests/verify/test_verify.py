@@ -199,18 +199,6 @@ def test_the_report_says_what_was_verified() -> None:
         assert not epload.load(Net(), state_for(), verify=True).verified
 
 
-def consumed(rank: int) -> str:
-    source = only_readers(Checkpoint.from_state_dict(state_for(), consume=True))
-    text = error_of(lambda: loader_for(WAYS[0]).load(meta_net(), source))
-    loader_for(WAYS[0], verify=False).load(meta_net(), source)
-    return text
-
-
-def test_what_can_be_read_only_once_cannot_be_verified() -> None:
-    text = "ValueError: .*verify=True reads the checkpoint again.*leave out consume=True"
-    assert all(re.search(text, found) for found in ranks.run(4, consumed))
-
-
 @pytest.mark.parametrize(("verify", "advice"), [("full", "True to"), ("off", "False not to"), (1, "True to")])
 def test_verify_is_a_bool(verify: Any, advice: str) -> None:
     for make in (HierarchicalLoader, partial(WeightSender, nn.Linear(2, 2), "127.0.0.1:0", receivers=1)):
@@ -220,7 +208,7 @@ def test_verify_is_a_bool(verify: Any, advice: str) -> None:
 
 def difference(a: Tensor, b: Tensor, **tolerances: float) -> tuple[int, float, float] | None:
     """Returns the number of elements that differ, and their largest and mean distance."""
-    pair = [Checkpoint.from_state_dict({"t": each}) for each in (a, b)]
+    pair = [Checkpoint.open({"t": each}) for each in (a, b)]
     seen: list[int] = []
     found = list(compare_values(pair[0], pair[1], ["t"], seen.append, **tolerances))
     assert sum(seen) == a.nbytes

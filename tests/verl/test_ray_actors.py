@@ -29,7 +29,7 @@ class Held(epload.Checkpoint):
     """A state dict that cannot be read until a file is there. Another file says that reading has begun."""
 
     def __init__(self, state: dict[str, Tensor], folder: Path) -> None:
-        self._inner = epload.Checkpoint.from_state_dict(state)
+        self._inner = epload.Checkpoint.open(state)
         self._folder = folder
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from math import prod
 from typing import Any
@@ -44,8 +44,6 @@ class Checkpoint(ABC):
                     bucket[piece.bucket_offset : piece.bucket_offset + piece.nbytes] = self._value
     """
 
-    read_once: bool = False
-    """True if its tensors can be read only once."""
     verified: bool = False
     """True if it verifies what it gives by itself, or cannot be read again for that."""
     _store: ByteStore | None = None
@@ -54,8 +52,7 @@ class Checkpoint(ABC):
     @property
     def cannot_verify(self) -> str:
         """Says why ``verify=True`` is rejected; empty if it is not."""
-        again = "reads the checkpoint again after the load, but this one can be read once: leave out consume=True"
-        return again if self.read_once else ""
+        return ""
 
     @property
     @abstractmethod
@@ -154,21 +151,6 @@ class Checkpoint(ABC):
         """
         opened: Checkpoint = _opening().open_source(source, known, prefix, variant, progress)
         return opened
-
-    @staticmethod
-    def from_state_dict(state_dict: Mapping[str, Tensor], consume: bool = False) -> Checkpoint:
-        """Wraps a dict of full tensors, on any device and with any strides.
-
-        Args:
-            state_dict: tensors by name; other values are ignored.
-            consume: remove each tensor from the dict once its last byte was read, to free memory during the load.
-
-        Raises:
-            CheckpointError: a tensor is sparse, quantized or on meta.
-            TypeError: a tensor is a DTensor, no value is a tensor, or a name is not a string.
-        """
-        wrapped: Checkpoint = _opening().from_state_dict(state_dict, consume)
-        return wrapped
 
 
 def _opening() -> Any:

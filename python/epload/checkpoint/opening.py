@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from epload.checkpoint import dcp, delta, file_sets, hub, safetensors, torch_file
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore, Progress, StoredFile, in_threads
@@ -51,7 +49,11 @@ def open_source(
         return source
     if isinstance(source, Mapping):
         check_no_options("a dict of tensors", prefix, variant)
-        return from_state_dict(source)
+        try:
+            tensors, ignored = split_entries(source, STATE_DICT)
+        except CheckpointError as error:
+            raise TypeError(str(error)) from None
+        return StateDictCheckpoint(tensors, ignored=ignored)
     if isinstance(source, list | tuple):
         raise TypeError(
             f"expected a checkpoint as one path, got a {type(source).__name__} of {len(source)}: pass the folder with the "
@@ -143,17 +145,6 @@ def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
         contents = {name: file_of[path].read(offset, length) for name, (path, offset, length) in items.items()}
         store.close()
         return contents
-
-
-def from_state_dict(state_dict: Mapping[Any, Tensor], consume: bool = False) -> Checkpoint:
-    """See :meth:`Checkpoint.from_state_dict`."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"expected a dict of tensors, got a {type(state_dict).__name__}; Checkpoint.open() takes paths")
-    try:
-        tensors, ignored = split_entries(state_dict, STATE_DICT)
-    except CheckpointError as error:
-        raise TypeError(str(error)) from None
-    return StateDictCheckpoint(tensors, ignored=ignored, consumed=state_dict if consume else None)
 
 
 # ---- files ----

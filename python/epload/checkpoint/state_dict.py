@@ -46,7 +46,6 @@ class StateDictCheckpoint(Checkpoint):
         tensors: Mapping[str, Tensor],
         source: str = STATE_DICT,
         ignored: Sequence[str] = (),
-        consumed: Mapping[Any, Any] | None = None,
         store: ByteStore | None = None,
     ) -> None:
         """
@@ -54,8 +53,6 @@ class StateDictCheckpoint(Checkpoint):
             tensors: nothing but tensors, by name.
             source: where they are from, for error messages.
             ignored: names of entries that hold no tensor.
-            consumed: the caller's state dict, if each tensor is to be released, and removed from a dict, once its last byte was
-                read.
             store: the files that the tensors were loaded or mapped from; owned by the checkpoint from now on.
 
         Raises:
@@ -75,21 +72,18 @@ class StateDictCheckpoint(Checkpoint):
                     f"{source}: {name} is a {type(tensor).__name__}, whose elements cannot be read as bytes; dequantize or "
                     "unwrap it first"
                 )
-        self._tensors = dict(tensors)
-        self._consumed = consumed
-        self.read_once = consumed is not None
+        self._tensors = list(tensors.values())
         self._store = store
         shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
         dtypes = tuple(tensor.dtype for tensor in tensors.values())
         self._manifest = Manifest(tuple(tensors), shapes, dtypes, source, ignored=tuple(ignored))
-        self._nbytes_read = [0] * len(tensors)
 
     @property
     def manifest(self) -> Manifest:
         return self._manifest
 
-    def tensor(self, index: int) -> Tensor | None:
-        return self._tensors.get(self._manifest.names[index])
+    def tensor(self, index: int) -> Tensor:
+        return self._tensors[index]
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         self._copy(bucket, pieces, None)
@@ -102,11 +96,8 @@ class StateDictCheckpoint(Checkpoint):
         """Copies pieces from bytes on CPU that have them, each from where it begins there."""
         sources, begins = [], []
         for piece in pieces:
-            name = self._manifest.names[piece.tensor]
-            if (tensor := self._tensors.get(name)) is None:
-                raise CheckpointError(f"{name} was consumed by an earlier load")
-            source, begin = _bytes_of(tensor), piece.tensor_offset
-            if source is None:
+            tensor, begin = self._tensors[piece.tensor], piece.tensor_offset
+            if (source := _bytes_of(tensor)) is None:
                 source, begin = _copied(tensor.detach(), piece)
             sources.append(source)
             begins.append(begin)
@@ -118,19 +109,6 @@ class StateDictCheckpoint(Checkpoint):
             copies.target.copy_(number)
             copies.start.copy_(begin_of[:, None])
             ops.pack(bucket, sources, copies.rows)
-        self._release(pieces)
-
-    def _release(self, pieces: Sequence[Piece]) -> None:
-        """Drops the tensors that have been read, if the caller's state dict is consumed."""
-        for piece in pieces if self._consumed is not None else ():
-            name = self._manifest.names[piece.tensor]
-            # A piece at the start of a tensor whose first bytes were read before: that load failed, and this is another.
-            before = self._nbytes_read[piece.tensor] if piece.tensor_offset else 0
-            self._nbytes_read[piece.tensor] = before + piece.nbytes
-            if self._nbytes_read[piece.tensor] == self._tensors[name].nbytes:
-                del self._tensors[name]
-                if isinstance(self._consumed, dict):
-                    self._consumed.pop(name, None)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor | None:

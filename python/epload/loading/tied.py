@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint, read_in_chunks
 from epload.checkpoint.manifest import Manifest
@@ -87,22 +86,14 @@ def _compare(checkpoint: Checkpoint, manifest: Manifest, pair: TiedPair) -> Iter
     if locations is not None and len({(locations.of_tensor(n), manifest.dtypes[n]) for n in numbers}) == 1:
         return
     first, second = (checkpoint.tensor(number) for number in numbers)
-    if first is not None and second is not None:
-        if first.data_ptr() == second.data_ptr() and first.stride() == second.stride() and first.dtype == second.dtype:
-            return
-    elif checkpoint.read_once:
-        raise ModelMismatch(f"{tie} values that cannot be compared: this checkpoint can be read only once. {fix}")
-    for a, b in zip(*(_chunks(checkpoint, number) for number in numbers), strict=True):
+    if (
+        first is not None
+        and second is not None
+        and (first.data_ptr(), first.stride(), first.dtype) == (second.data_ptr(), second.stride(), second.dtype)
+    ):
+        return
+    for a, b in zip(*(read_in_chunks(checkpoint, number, _CHUNK) for number in numbers), strict=True):
         yield a.nbytes + b.nbytes
         a, b = a.to(pair.dtype), b.to(pair.dtype)
         if not (torch.equal(a, b) or torch.equal(byte_view(a), byte_view(b))):
             raise ModelMismatch(f"{tie} different values. {fix}")
-
-
-def _chunks(checkpoint: Checkpoint, number: int) -> Iterator[Tensor]:
-    """Yields a tensor in chunks: of rows of one in memory, else of elements."""
-    if (tensor := checkpoint.tensor(number)) is not None:
-        rows = tensor.detach() if tensor.ndim else tensor.detach()[None]
-        yield from torch.split(rows, max(1, _CHUNK * len(rows) // max(1, rows.numel())))
-        return
-    yield from read_in_chunks(checkpoint, number, _CHUNK)
