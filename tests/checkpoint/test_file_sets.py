@@ -24,6 +24,7 @@ import epload
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadOptions, Mapping, ModelMismatch, OuterShard
 from epload.checkpoint.file_sets import choose
 from epload.checkpoint.opening import join_source
+from epload.integrations.engine.model_loader import open_weights, source_of
 from epload.mapping import Rename
 from epload.planning.algorithms import Algorithm
 from epload.planning.schedule import Readers
@@ -389,6 +390,33 @@ def test_an_index_by_any_name_and_the_home_folder(tmp_path: Path, monkeypatch: p
         checkpoint = Checkpoint.open(path)
         assert_same(read_all(checkpoint), _state())
         assert_same(read_all(join_source(path, checkpoint.manifest)), _state())
+
+
+def test_an_index_may_add_files_to_the_single_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Some tools add tensors to a model so, as compressed-tensors those of layers that predict tokens. Engines then read an index
+    of other files, too, where transformers reads the single file."""
+    added = {"mtp": tensor(3, (2,))}
+    save_file(_state(), tmp_path / "model.safetensors")
+    save_file(added, tmp_path / "model_mtp.safetensors")
+    index = {"weight_map": dict.fromkeys(_state(), "model.safetensors") | {"mtp": "model_mtp.safetensors"}}
+    for listed, expected in (index, _state() | added), ({"weight_map": {"mtp": "model_mtp.safetensors"}}, _state()):
+        _file(tmp_path / "model.safetensors.index.json", json.dumps(listed).encode())
+        assert_same(read_all(Checkpoint.open(tmp_path)), expected)
+    must_raise(CheckpointError, "model.safetensors and an index of other files", open_weights, str(tmp_path))
+    assert not caplog.records
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        _file(tmp_path / name)
+    assert_same(read_all(Checkpoint.open(tmp_path)), _state())
+    assert "has an adapter beside its weights, which is not loaded" in caplog.text
+    _file(tmp_path / "model.safetensors.aria2")
+    must_raise(CheckpointError, r"model\.safetensors is downloaded in part, as aria2 says", Checkpoint.open, tmp_path)
+
+
+def test_an_engine_that_reads_from_modelscope_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert source_of("org/name", "main", "VLLM_USE_MODELSCOPE") == "hf://org/name@main"
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    must_raise(ValueError, "does not read from ModelScope", source_of, "org/name", None, "VLLM_USE_MODELSCOPE")
+    assert source_of(str(tmp_path), None, "VLLM_USE_MODELSCOPE") == str(tmp_path)
 
 
 def _linear() -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,25 @@ def refused(rank: int, folder: Path) -> str:
     with pytest.raises(ValueError, match="verify and strict only") as error:
         get_model_loader(LoadConfig(load_format="epload", model_loader_extra_config={"verfy": "full"}))
     return str(error.value)
+
+
+def in_both_formats(rank: int, folder: Path) -> str:
+    from vllm.config.load import LoadConfig
+
+    from epload.integrations.vllm import EploadModelLoader
+
+    config = SimpleNamespace(model=str(folder), revision=None, config_format="hf")
+    loader = EploadModelLoader(LoadConfig(load_format="epload"))
+    loader.download_model(config)
+    config.config_format = "auto"
+    return outcome(partial(loader.download_model, config))
+
+
+def test_weights_in_another_format_than_the_configuration_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, CONFIGS["qwen3_moe"])
+    for name in ("consolidated.safetensors", "params.json"):
+        (tmp_path / name).write_text("{}")
+    assert "pass --config-format hf" in ranks.run(1, in_both_formats, tmp_path)[0]
 
 
 def test_options_that_it_does_not_have(tmp_path: Path) -> None:

@@ -32,14 +32,13 @@ WRITTEN = (DELTA, ".safetensors", ".safetensors.index.json")
 """Ends of the names of files that hold or locate the tensors of a checkpoint that is written."""
 CHECKSUMS = "checksums.json"
 """The digests of a folder's files: see :mod:`epload.checkpoint.checksums`."""
-_TRANSFORMERS = (
-    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-)  # fmt: skip
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_TRANSFORMERS = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 _DIFFUSERS = (
     "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model.bin", "diffusion_pytorch_model.bin.index.json",
 )  # fmt: skip
-_PEFT = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _STEMS = ("model.", "pytorch_model.", "diffusion_pytorch_model.")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _TRAINING_STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|dl_state_dict|training_args|rng_state)(_\d+)*\.\w+")
@@ -82,7 +81,7 @@ class FileSet(NamedTuple):
 def standard_names(variant: str = "") -> list[str]:
     """Returns the names that weights have in a folder, in the order in which they are chosen."""
     names = [*_of_variant(_TRANSFORMERS, variant), *_of_variant(_DIFFUSERS, variant)]
-    return names if variant else [*names, DCP, *_PEFT, DELTA]
+    return names if variant else [*names, DCP, *ADAPTERS, DELTA]
 
 
 def choose(names: Collection[str], where: str, variant: str = "", read: Callable[[str], bytes] = lambda name: b"") -> list[str]:
@@ -92,7 +91,7 @@ def choose(names: Collection[str], where: str, variant: str = "", read: Callable
         names: what is in the folder; names of folders end with "/".
         where: the folder, for messages.
         variant: of the weights, e.g. "fp16"; empty for those that have none.
-        read: returns the content of a file, of which the configuration may name the weights.
+        read: returns the content of a file: the configuration may name the weights, and an index :data:`SINGLE` among others.
 
     Raises:
         CheckpointError: the folder has no weights, a part of a set only, or several sets of which none comes first.
@@ -108,13 +107,15 @@ def choose(names: Collection[str], where: str, variant: str = "", read: Callable
     else:
         families = [_of_variant(family, variant) for family in (_TRANSFORMERS, _DIFFUSERS)]
         standard = [name for family in families for name in [*filter(names.__contains__, family)][:1]]
+        if standard[:1] == [SINGLE] and INDEX in names and f'"{SINGLE}"'.encode() in read(INDEX):
+            standard[0] = INDEX  # of the file and of another, as tools write it that add tensors to a model
     standard += [DELTA] * (DELTA in names and not variant)
     of_ranks = [file_set for file_set in sets if _RANK_FILE.match(file_set.files[0])]
     if len(standard) + len(of_ranks) > 1:
         raise _ambiguous(where, [*standard, *of_ranks])
     if standard:
         return standard
-    if not variant and (name := next(filter(names.__contains__, (DCP, *_PEFT)), "")):
+    if not variant and (name := next(filter(names.__contains__, (DCP, *ADAPTERS)), "")):
         return [name]
     candidates = [s for s in sets if (s.base.endswith(f".{variant}") if variant else not s.variant)]
     reason = _unsupported_folder(where, names) if DCP not in names else ""

@@ -11,6 +11,7 @@ from typing import Any
 from epload.checkpoint import file_sets, hub, local_store, object_store
 from epload.checkpoint.byte_store import ByteStore, Progress, Shared, Source
 from epload.checkpoint.index import Index
+from epload.core.log import logger
 from epload.errors import CheckpointError
 
 Locate = Callable[[Source, str, Progress, Shared | None], tuple[ByteStore, str] | None]
@@ -61,7 +62,14 @@ def choose(store: ByteStore, name: str, prefix: str, variant: str) -> list[str]:
             raise ValueError(f"{store}: expected prefix= or variant=, got prefix={prefix!r} and variant={variant!r}")
         return [file_sets.DCP]
     check_no_options(str(store), prefix)
-    return file_sets.choose(names, str(store), variant, store.peek)
+    chosen = file_sets.choose(names, str(store), variant, store.peek)
+    adapters = set(names).intersection(file_sets.ADAPTERS) if file_sets.ADAPTER_CONFIG in names else set()
+    if adapters and not adapters.intersection(chosen):
+        logger.warning(
+            "%s has an adapter beside its weights, which is not loaded: with PEFT, from_pretrained() applies it. Load it "
+            "into a PEFT model by the path of %s", store, min(adapters),
+        )  # fmt: skip
+    return chosen
 
 
 def open_named(store: ByteStore, index: Index, names: Sequence[str]) -> None:

@@ -159,7 +159,15 @@ class LocalStore(ByteStore):
         return (self.path / relative).resolve()
 
     def open_files(self, names: Sequence[str]) -> list[LocalFile]:
-        return in_threads(lambda name: LocalFile(self.path / name), names)
+        def open_one(name: str) -> LocalFile:
+            if (marker := self.path / f"{name}.aria2").exists():
+                raise CheckpointError(
+                    f"{self.path_of(name)} is downloaded in part, as aria2 says in {marker.name}: it may have its size already; "
+                    "let aria2 end, or delete that file if it has"
+                )
+            return LocalFile(self.path / name)
+
+        return in_threads(open_one, names)
 
     def reopen(self) -> None:
         for file in self._all_files():

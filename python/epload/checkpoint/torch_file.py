@@ -7,6 +7,7 @@ Such a file is a zip archive whose members are stored uncompressed: a pickle of 
 from __future__ import annotations
 
 import os
+import re
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ from epload.native.extension import _C
 
 WRAPPERS = ("state_dict", "model")
 """Keys under which a file may store the state dict, next to an optimizer's state, a step count and the like."""
+_AVERAGE = re.compile(r"(^|_)ema(_|$)")
+"""Matches the keys of averaged weights, which some programs load in place of the model's."""
 _ZIP = b"PK\x03\x04"
 _MAX_LEGACY_BYTES = 100_000_000
 """Limit of the pickles at the beginning of a file of the format before torch 1.6."""
@@ -160,6 +163,7 @@ def _unwrapped(state: Any, file: StoredFile, path: str = "torch.load(FILE)") -> 
         raise CheckpointError(f"{file}: expected a dict of tensors, got a {type(state).__name__}")
     # A model may have a submodule of this name, but no file has its tensors both under it and in a nested dict.
     nested = [key for key in WRAPPERS if _has_tensors(state.get(key))]
+    nested += [key for key in state if nested and _AVERAGE.search(str(key)) and _has_tensors(state[key])]
     if len(nested) > 1:
         raise CheckpointError(
             f"{file} has a state dict under each of {' and '.join(map(repr, nested))}; pass the one that is meant, e.g. "

@@ -8,12 +8,9 @@ from sglang.srt.configs.load_config import LoadConfig, LoadFormat
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.loader import DefaultModelLoader, _get_quantization_config, _initialize_model
 from sglang.srt.model_loader.utils import set_default_torch_dtype
-from sglang.srt.utils import get_bool_env_var
 from torch import nn
 
-from epload.checkpoint import hub
-from epload.checkpoint.base import Checkpoint
-from epload.integrations.engine.model_loader import fill, read_options, source_of, unsupported_weights
+from epload.integrations.engine.model_loader import fill, open_weights, read_options, source_of, unsupported_weights
 from epload.integrations.sglang.model import SglangModel, copies_weights
 
 
@@ -31,7 +28,7 @@ class SglangModelLoader(DefaultModelLoader):  # type: ignore[misc]
         super().__init__(load_config)
 
     def download_model(self, model_config: ModelConfig) -> None:
-        Checkpoint.open(_source(model_config)).close()
+        open_weights(_source(model_config)).close()
 
     def load_model(self, *, model_config: ModelConfig, device_config: DeviceConfig) -> nn.Module:
         device = torch.device(device_config.device)
@@ -76,7 +73,4 @@ def _unsupported(model: nn.Module, model_config: ModelConfig) -> str:
 
 
 def _source(model_config: ModelConfig) -> str:
-    source = source_of(str(model_config.model_path), model_config.revision)
-    if source.startswith(hub.SCHEME) and get_bool_env_var("SGLANG_USE_MODELSCOPE"):
-        raise ValueError("epload does not read from ModelScope (SGLANG_USE_MODELSCOPE); pass a local folder")
-    return source
+    return source_of(str(model_config.model_path), model_config.revision, "SGLANG_USE_MODELSCOPE")

@@ -9,13 +9,16 @@ from torch import Tensor, nn
 from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader, _has_online_quant
+from vllm.transformers_utils.repo_utils import any_pattern_in_repo_files
 
-from epload.checkpoint.base import Checkpoint, read_tensor
+from epload.checkpoint.base import read_tensor
 from epload.errors import CheckpointError
 from epload.integrations.engine import EngineModel
-from epload.integrations.engine.model_loader import fill, read_options, source_of, unsupported_weights
+from epload.integrations.engine.model_loader import fill, open_weights, read_options, source_of, unsupported_weights
 
 LOAD_FORMAT = "epload"
+_BOTH_FORMATS = ("consolidated*.safetensors", "params.json", "model*.safetensors")
+"""Files of a model in Mistral's format and in that of transformers."""
 
 
 class EploadModelLoader(BaseModelLoader):  # type: ignore[misc]
@@ -30,7 +33,7 @@ class EploadModelLoader(BaseModelLoader):  # type: ignore[misc]
         self._options = read_options(load_config, LOAD_FORMAT)
 
     def download_model(self, model_config: ModelConfig) -> None:
-        Checkpoint.open(_source(model_config)).close()
+        open_weights(_source(model_config)).close()
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         _check(model)
@@ -44,7 +47,7 @@ class EploadModelLoader(BaseModelLoader):  # type: ignore[misc]
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yields each tensor of the checkpoint in full, for vLLM's ``reload_weights``."""
         _check(model)
-        with closing(Checkpoint.open(_source(model_config))) as checkpoint:
+        with closing(open_weights(_source(model_config))) as checkpoint:
             for number, name in enumerate(checkpoint.manifest.names):
                 yield name, read_tensor(checkpoint, number)
             if changed := checkpoint.changed():
@@ -57,5 +60,15 @@ def _check(model: nn.Module) -> None:
 
 
 def _source(model_config: ModelConfig) -> str:
+    if model_config.config_format in ("auto", "mistral") and all(_has(model_config, name) for name in _BOTH_FORMATS):
+        raise ValueError(
+            f"{model_config.model} has weights in Mistral's format and in that of transformers, of which vLLM takes the "
+            "former and epload the latter; pass --config-format hf --tokenizer-mode auto, or use --load-format auto"
+        )
     place = getattr(model_config, "model_weights", "") or model_config.model
-    return source_of(str(place), model_config.revision)
+    return source_of(str(place), model_config.revision, "VLLM_USE_MODELSCOPE")
+
+
+def _has(model_config: ModelConfig, pattern: str) -> bool:
+    found: bool = any_pattern_in_repo_files(model_config.model, [pattern], revision=model_config.revision)
+    return found
