@@ -133,7 +133,10 @@ def save_in_background(rank: int, folder: str) -> tuple[float, str]:
         epload.save(model, f"{folder}/old", overwrite=True, files=[f"{folder}/tokenizer.json"])
     model = build("fsdp", dist.get_world_size())
     write(model, 1)
-    pending = epload.save_async(model, f"{folder}/1")
+    state = Path(folder, "state")
+    pending = epload.save_async(model, f"{folder}/1", files=[state])
+    dist.barrier()
+    state.unlink(missing_ok=True)  # it has been read
     write(model, 2)
     second = epload.save_async(model, f"{folder}/2")
     assert pending.done(), "the second waits for the first"
@@ -144,7 +147,7 @@ def save_in_background(rank: int, folder: str) -> tuple[float, str]:
 
 def test_saves_in_the_background_and_into_a_folder_that_exists(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
-    for name in ("old/file", "tokenizer.json"):
+    for name in ("old/file", "tokenizer.json", "state"):
         (tmp_path / name).write_text("{}")
     for seconds, error in ranks.run(2, save_in_background, str(tmp_path)):
         assert seconds > 0
@@ -152,6 +155,7 @@ def test_saves_in_the_background_and_into_a_folder_that_exists(tmp_path: Path) -
     for name, version in (("1", 1), ("2", 2), ("old", 2)):
         assert_same(read_folder(tmp_path / name), {name: values(name, version) for name in SHAPES})
     assert sorted(os.listdir(tmp_path / "old")) == ["model.safetensors", "tokenizer.json"]
+    assert sorted(os.listdir(tmp_path / "1")) == ["model.safetensors", "state"]
     assert sorted(os.listdir(tmp_path)) == ["1", "2", "old", "tokenizer.json"]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -131,6 +132,8 @@ class OwnModel(LlamaForCausalLM):
 def test_a_models_own_code_is_saved_with_it(tmp_path: Path) -> None:
     """``save_pretrained`` copies it, and ``from_pretrained`` of a folder that names code but lacks it fails."""
     random("llama", 1).save_pretrained(tmp_path / "theirs")
+    with mock.patch("tempfile.tempdir", str(tmp_path / "absent")):  # which is for such code alone
+        epload.save(random("llama", 1), tmp_path / "none")
     (tmp_path / "theirs/own_model.py").write_text(CODE)
     (tmp_path / "theirs/sizes.py").write_text("HIDDEN = 3")
     settings = json.loads((tmp_path / "theirs/config.json").read_text())

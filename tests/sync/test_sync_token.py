@@ -88,6 +88,17 @@ def test_a_store_behind_a_front_does_not_listen_where_others_reach_it() -> None:
         connect(("127.0.0.1", served.port), SOON, TOKEN)
 
 
+def test_a_receiver_says_why_it_does_not_connect(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("epload.sync.store._WARN_SECONDS", 0.0)
+    refused, full = ConnectionRefusedError(111, "Connection refused"), OSError(24, "Too many open files")
+    with (
+        patch("socket.create_connection", side_effect=[refused, refused, refused, refused, full]),
+        pytest.raises(LoadError, match=r"no connection to .*Too many open files; raise the limit"),
+    ):
+        connect(("127.0.0.1", 1), LIMIT)
+    assert caplog.text.count("waits for a sender at 127.0.0.1:1: ") == 1
+
+
 def test_a_token_against_a_sender_without_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epload.sync.token._HANDSHAKE_SECONDS", 0.5)
     served = serve(("127.0.0.1", 0), LIMIT, "")

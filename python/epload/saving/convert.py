@@ -87,8 +87,8 @@ def convert(
         else:
             topology = Topology([[0]], None, 0, Control(None, (0,), 0))
 
-        def plan() -> tuple[Checkpoint, Rewrite, FilesLayout, str]:
-            check_arguments(topology, max_shard_bytes, copied, checksums, overwrite, quantize is not None)
+        def plan() -> tuple[Checkpoint, Rewrite, FilesLayout, dict[str, bytes], str]:
+            contents = check_arguments(topology, max_shard_bytes, copied, checksums, overwrite, quantize is not None)
             checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
             if checkpoint is not source:
                 stack.callback(checkpoint.close)
@@ -98,14 +98,14 @@ def convert(
             rewrite = Rewrite(checkpoint, new, quantize, dtype)
             options = max_shard_bytes, report.path, overwrite, checksums
             same = old.identity, old.provenance[1], rewrite.new.digest, options
-            return checkpoint, rewrite, _lay_out(checkpoint, rewrite.new, max_shard_bytes, files), repr(same)
+            return checkpoint, rewrite, _lay_out(checkpoint, rewrite.new, max_shard_bytes, files), contents, repr(same)
 
         copied, progress = tuple(map(Path, files)), _function_of_bytes(progress)
         planned, activity = Attempt(plan), "convert different checkpoints, or pass different options"
         digest = digest_of(planned.value[-1].encode()) if planned.failure is None else ""
         control = topology.control
         control.agree("opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity))
-        checkpoint, rewrite, layout, _ = planned.value
+        checkpoint, rewrite, layout, contents, _ = planned.value
 
         def write(folder: NewFolder, wrote: Wrote) -> None:
             for tensor in _own_tensors(topology, checkpoint.manifest):
@@ -117,7 +117,7 @@ def convert(
             if changed := checkpoint.changed():
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
 
-        write_checkpoint(topology, overwrite, lambda: layout, write, lambda _: rewrite.config, copied, checksums, report)
+        write_checkpoint(topology, overwrite, lambda: layout, write, lambda _: rewrite.config, contents, checksums, report)
     report.seconds = perf_counter() - began
     return report
 

@@ -71,7 +71,9 @@ class PendingSave:
 
     def _read(self, model: Model | Mapping[str, Any], mapping: AnyMapping, names_from: Any, dtype: DType | None) -> SavedModel:
         quantizes = quantize_rule(mapping) is not None
-        check_arguments(self._topology, self._max_shard_bytes, self._files, self._checksums, self._overwrite, quantizes)
+        self._contents = check_arguments(
+            self._topology, self._max_shard_bytes, self._files, self._checksums, self._overwrite, quantizes
+        )
         dtype = None if dtype is None else requested("dtype", dtype)
         if not isinstance(model, nn.Module | list | tuple):
             if not isinstance(model, Mapping):
@@ -161,7 +163,7 @@ class PendingSave:
             def describe(folder: NewFolder) -> Mapping[str, bytes]:
                 return base.describe(folder) if base is not None else saved.config
 
-            overwrite, files, checksums = self._overwrite, self._files, self._checksums
+            overwrite, files, checksums = self._overwrite, self._contents, self._checksums
             write_checkpoint(topology, overwrite, lambda: planned.value[0], write, describe, files, checksums, report)
         report.seconds = perf_counter() - self._began
         return report

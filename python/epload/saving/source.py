@@ -163,8 +163,10 @@ def _code_files(inner: Any, config: Any) -> dict[str, bytes]:
     from transformers.dynamic_module_utils import custom_object_save
 
     cls = class_before_fsdp(type(inner))
+    customs = [custom for custom in (cls.__new__(cls), config) if getattr(custom, "_auto_class", None) is not None]
+    if not customs:
+        return {}
     with TemporaryDirectory() as folder:
-        for custom in (cls.__new__(cls), config):
-            if getattr(custom, "_auto_class", None) is not None:
-                custom_object_save(custom, folder, config=config)
+        for custom in customs:
+            custom_object_save(custom, folder, config=config)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}

@@ -54,9 +54,11 @@ def check_equal(digests: Mapping[int, str], activity: str) -> None:
 
 def check_arguments(
     topology: Topology, max_shard_bytes: int, files: Sequence[Path], checksums: bool, overwrite: bool, quantizes: bool
-) -> None:
-    """Raises ValueError if ``max_shard_bytes`` is no number of bytes, or one of the files that the first rank copies is not
-    there, or has the name of another or of one that is written; TypeError if an option is no bool.
+) -> dict[str, bytes]:
+    """Returns the contents of the files that the first rank copies, by name; empty on others.
+
+    Raises ValueError if ``max_shard_bytes`` is no number of bytes, or one of the files is not there, or has the name of another
+    or of one that is written; TypeError if an option is no bool.
 
     ``checksums``: whether that is a list of digests; ``quantizes``: whether it is a ``config.json``."""
     for name, option in (("checksums", checksums), ("overwrite", overwrite)):
@@ -64,7 +66,8 @@ def check_arguments(
             raise TypeError(f"expected {name} to be a bool, got {option!r}")
     if not isinstance(max_shard_bytes, int) or isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
         raise ValueError(f"expected max_shard_bytes to be a number of bytes, at least 1, got {max_shard_bytes!r}")
-    if topology.rank == topology.ranks[0] and (missing := [file for file in files if not file.is_file()]):
+    is_first = topology.rank == topology.ranks[0]
+    if is_first and (missing := [file for file in files if not file.is_file()]):
         raise ValueError(f"expected files= to name files to be copied, but {missing[0]} is none")
     names = Counter(file.name for file in files)
     if checksums and CHECKSUMS in names:
@@ -76,6 +79,7 @@ def check_arguments(
             raise ValueError(f"expected files= of different names, got {count} called {name}")
         if name.endswith(WRITTEN):
             raise ValueError(f"expected files= without {name}: the tensors of the checkpoint are written, and no others")
+    return {file.name: read_regular(file) for file in files} if is_first else {}
 
 
 def write_checkpoint(
@@ -84,7 +88,7 @@ def write_checkpoint(
     lay_out: Callable[[], FilesLayout],
     write: Callable[[NewFolder, Wrote], None],
     describe: Callable[[NewFolder], Mapping[str, bytes]],
-    files: Sequence[Path],
+    files: Mapping[str, bytes],
     checksums: bool,
     report: SaveReport,
 ) -> None:
@@ -95,7 +99,7 @@ def write_checkpoint(
         lay_out: returns the files, equal on all ranks; may raise.
         write: writes this rank's part.
         describe: called on the first rank when all have written; returns the content of other files, by name.
-        files: to be copied into the folder by the first rank.
+        files: contents of other files, by name, on the first rank.
         checksums: whether a list of the digests of all files is written next to them. Ranks share the files for that.
 
     Raises:
@@ -125,8 +129,7 @@ def write_checkpoint(
 
         def complete() -> str:
             with report.timed("sync"):
-                copied = {file.name: read_regular(file) for file in files}
-                for name, content in {**folder.layout.index, **describe(folder), **copied}.items():
+                for name, content in {**folder.layout.index, **describe(folder), **files}.items():
                     folder.add(name, content)
                 digest = _publish(folder.temporary, digests) if checksums else ""
                 folder.commit()

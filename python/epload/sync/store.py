@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 import time
@@ -49,6 +50,8 @@ _CONNECT_SECONDS = 3.0
 _CALL_SECONDS = 60.0
 """Limit of a receiver's call of the store, unless it waits for something, and of one attempt to connect a TCPStore. Both ends
 look up the names of addresses: a name server that does not answer takes 5 to 10 s each time, while the store serves no one."""
+_WARN_SECONDS = 10.0
+"""Seconds without a sender after which a receiver logs that it waits."""
 _PAUSE_SECONDS = 0.2
 """Seconds between two attempts to connect."""
 
@@ -153,11 +156,12 @@ def connect(address: Address, timeout: timedelta, token: str | None = None) -> T
         token: see :class:`epload.WeightReceiver`.
 
     Raises:
-        LoadError: there is none within ``timeout``, it is that of another version of epload, or it has another token.
+        LoadError: there is none within ``timeout``, it is that of another version of epload, it has another token, or this
+            process cannot open another socket.
     """
     host, port = parse_address(address)
     where, token = format_address(host, port), resolve_token(token)
-    until = time.monotonic() + timeout.total_seconds()
+    until, warns_at = time.monotonic() + timeout.total_seconds(), time.monotonic() + _WARN_SECONDS
     while True:
         try:
             # A TCPStore would write a warning each time that it cannot connect.
@@ -176,8 +180,15 @@ def connect(address: Address, timeout: timedelta, token: str | None = None) -> T
         except (OSError, RuntimeError) as error:
             if isinstance(error, LoadError):
                 raise
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise LoadError(
+                    f"no connection to {where}: {error.strerror}; raise the limit on open files (ulimit -n)"
+                ) from error
             if not token and _is_front(host, port):
                 raise _no_token(where) from error
+            if time.monotonic() >= warns_at:
+                warns_at = until
+                logger.warning("waits for a sender at %s: %s", where, message_of(error))
             if time.monotonic() + _PAUSE_SECONDS >= until:
                 raise LoadError(
                     f"no sender answers at {where} within {timeout.total_seconds():.0f} s: {message_of(error)}; is the trainer "
