@@ -466,6 +466,25 @@ def test_a_model_that_changes_after_an_interrupt_is_no_version() -> None:
     assert version == 4
 
 
+def leave_while_sending(rank: int, meeting: Meeting) -> str:
+    model = build("plain", 1)
+    with suppress(ZeroDivisionError), sending(meeting, model, timeout=TIMEOUT, snapshot="host") as sender:
+        sender.send_weights(1, wait=False)
+        if rank == 0:
+            raise ZeroDivisionError
+        return outcome(sender.wait)
+    return ""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_error_beside_a_send_ends_it(world: int) -> None:
+    """Nobody receives, for which it would wait until its timeout."""
+    began = time.monotonic()
+    ((_, *others),) = run([Job(world, leave_while_sending)])
+    assert time.monotonic() < began + TIMEOUT
+    assert all("rank 0 has left its WeightSender by ZeroDivisionError" in text for text in others)
+
+
 def die_while_reading(rank: int, meeting: Meeting) -> None:
     dying = mock.patch.object(ModelTarget, "holdings", side_effect=lambda *_: kill_self())
     with many_waves(), dying, receiving(meeting, build("plain", 1), engine=epload.EngineRank("dying")) as receiver:

@@ -198,8 +198,11 @@ class Control(Rounds):
 
     def abort(self, error: Exception) -> None:
         """Fails the load that another thread is in, with only the error's text. Thread-safe."""
+        failure = Failure.of(error, self.rank)
+        if self.store is None:
+            self.notice(self.prefix, failure)
         with suppress(Exception):  # the store is lost, which all notice themselves, or was let go of
-            self.publish(self.prefix, Failure.of(error, self.rank))
+            self.publish(self.prefix, failure)
 
     def published_failure(self) -> Failure | None:
         """Returns the first failure that any rank has published in this load. Asks the store every tenth of a second at most."""

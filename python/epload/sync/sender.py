@@ -37,6 +37,9 @@ from epload.sync.scope import Selection
 from epload.sync.sources import SentModel
 from epload.sync.store import Address, ServedStore, connect, format_address, parse_address, serve
 
+_ABORT_SECONDS = 0.1
+"""Seconds between two attempts to end a send in the background."""
+
 
 class WeightSender(Endpoint):
     """Sends a model's weights to the ranks of other jobs, version after version. See docs/sync.md.
@@ -376,6 +379,14 @@ class WeightSender(Endpoint):
         self._offers.offer(Offer(version, names[0], names[1], self._verify), holders)
 
     # ---- ending ----
+
+    def __exit__(self, *error: object) -> None:
+        while error[1] is not None and self._sending is not None and not self._sending.done():  # it may wait for receivers
+            left = LoadError(f"rank {self.topology.rank} has left its WeightSender by {type(error[1]).__name__}")
+            for control in (self.topology.control, *([self._generation.control] if self._generation is not None else ())):
+                control.abort(left)
+            futures.wait([self._sending], _ABORT_SECONDS)
+        super().__exit__(*error)
 
     def close(self) -> None:
         """Ends the store and frees memory. Not collective. May be called again.
