@@ -142,8 +142,7 @@ def test_what_is_sent_of_a_manifest_is_all_of_it(tmp_path: Path) -> None:
         again = Manifest.from_compact(manifest.compact, manifest.provenance)
         for what in ("names", "shapes", "dtypes", "nbytes", "digest", "identity"):
             assert getattr(again, what) == getattr(manifest, what)
-        assert again == manifest
-        assert again != manifest.with_provenance(["another source", *manifest.provenance[1:]])
+        assert (again.compact, again.provenance) == (manifest.compact, manifest.provenance)
         if manifest.locations is not None:
             numbers = range(len(manifest.names))
             assert [*map(again.locations.of_tensor, numbers)] == [*map(manifest.locations.of_tensor, numbers)]

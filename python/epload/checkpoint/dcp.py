@@ -47,7 +47,6 @@ _NAMES = {
 _TRAINING_STATE = "optimizer", "lr_scheduler", "dataloader", "train_state"
 """Keys of torchtitan next to the model's own names."""
 _BATCH_BYTES = 32 << 20
-_ZIP = b"PK\x03\x04"
 
 
 class DcpMetadata(NamedTuple):
@@ -270,7 +269,7 @@ def _locate(items: Sequence[_Item], store: ByteStore) -> Iterator[StoredTensor]:
     headers = {}
     for members in similar.values():
         first = members[0]
-        if first.nbytes != prod(first.chunk.shape) * first.chunk.dtype.itemsize or first.read(0, 4) == _ZIP:
+        if first.nbytes != prod(first.chunk.shape) * first.chunk.dtype.itemsize or first.read(0, 4) == torch_file.ZIP:
             yield from _in_archives(members, store)
             continue
         # The elements alone have this length: they are part of a safetensors file that begins there.

@@ -45,7 +45,6 @@ _MAX_INDEX_BYTES = 1 << 30
 BATCH_BYTES = 16 << 20
 """Approximate number of bytes of chunks that are read at a time, in each delta of a chain."""
 _SAMPLES, _SAMPLE_BYTES = 16, 512
-_NAMES = {dtype: name for name, dtype in dtypes.SAFETENSORS.items()}
 
 
 class DeltaChunk(NamedTuple):
@@ -145,7 +144,7 @@ def encode_index(
 ) -> bytes:  # fmt: skip
     """Returns the content of an index; the arguments are the attributes of :class:`DeltaIndex`."""
     described = {
-        name: [_NAMES[dtype], shape, [chunk.to_row() for chunk in sorted(chunks, key=lambda chunk: chunk.box)]]
+        name: [dtypes.SAFETENSORS_NAMES[dtype], shape, [chunk.to_row() for chunk in sorted(chunks, key=lambda chunk: chunk.box)]]
         for name, (dtype, shape, chunks) in tensors.items()
     }
     content = {

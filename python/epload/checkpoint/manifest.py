@@ -107,12 +107,6 @@ class Manifest:
     quantization: Quantization | None = None
     """The declaration of quantized weights in the checkpoint's ``config.json``; None if there is none."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Manifest) and (self.compact, self.provenance) == (other.compact, other.provenance)
-
-    def __hash__(self) -> int:
-        return hash(self.compact)
-
     @cached_property
     def kinds(self) -> Kinds:
         """See :data:`~epload.core.pieces.Kinds`."""

@@ -29,7 +29,7 @@ WRAPPERS = ("state_dict", "model")
 """Keys under which a file may store the state dict, next to an optimizer's state, a step count and the like."""
 _AVERAGE = re.compile(r"(^|_)ema(_|$)")
 """Matches the keys of averaged weights, which some programs load in place of the model's."""
-_ZIP = b"PK\x03\x04"
+ZIP = b"PK\x03\x04"
 _MAX_LEGACY_BYTES = 100_000_000
 """Limit of the pickles at the beginning of a file of the format before torch 1.6."""
 _MAX_PICKLE_BYTES = 1_000_000_000
@@ -43,7 +43,7 @@ _LEGACY_PICKLES = 5
 def check_pickles(stream: BinaryIO) -> None:
     """Checks the pickles in a file, before ``torch.load`` runs them. ``stream``: at the beginning, where it is again afterwards.
     Raises ValueError, or RuntimeError if torch cannot read the archive."""
-    is_archive = stream.read(4) == _ZIP
+    is_archive = stream.read(4) == ZIP
     stream.seek(0)
     if is_archive:
         with zipfile.ZipFile(stream) as archive:
@@ -205,7 +205,7 @@ def file_facts(file: StoredFile) -> FileFacts:
 
 def _entries(file: StoredFile) -> list[zipfile.ZipInfo]:
     """Returns the archive's directory; empty for a file of the format before torch 1.6."""
-    if file.read(0, 4) != _ZIP:
+    if file.read(0, 4) != ZIP:
         return []
     with file.stream() as stream, zipfile.ZipFile(stream) as archive:
         return archive.infolist()
@@ -229,7 +229,7 @@ def _is_stored(entry: zipfile.ZipInfo) -> bool:
 def _data_begin(file: StoredFile, entry: zipfile.ZipInfo) -> int:
     """Returns the offset of a member's bytes, before which come its name and padding."""
     local = file.read(entry.header_offset, 30)
-    if len(local) < 30 or local[:4] != _ZIP:
+    if len(local) < 30 or local[:4] != ZIP:
         raise CheckpointError(
             f"{file}: expected a zip member at byte {entry.header_offset}, where the archive's directory places one"
         )

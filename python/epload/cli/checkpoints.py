@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from epload.cli.output import facts, json_option, not_read, prefix_option, print_json, show, table, variant_option
+from epload.cli.output import existing_file, facts, json_option, not_read, prefix_option, print_json, show, table, variant_option
 from epload.core.attempt import Attempt
 from epload.observe.progress import Progress
 from epload.observe.render import count, list_first, show_bytes
@@ -39,7 +39,6 @@ filter_option = click.option(
     help="Take only tensors with names in which this regular expression matches. Exits with 1 if there are none.",
 )  # fmt: skip
 _tolerance = click.FloatRange(min=0)
-_file = click.Path(exists=True, dir_okay=False)
 
 
 def _open(checkpoint: str, prefix: str, variant: str) -> Checkpoint:
@@ -189,11 +188,11 @@ def _braces(values: Sequence[int]) -> str:
     "checksums.json in the folder that has this digest, or \"published\" for what is next to the files.",
 )  # fmt: skip
 @click.option(
-    "--signature", type=_file, metavar="BUNDLE",
+    "--signature", type=existing_file, metavar="BUNDLE",
     help="First verify the signature of the folder, a bundle of OpenSSF model signing. Needs --public-key, or --identity and "
     "--identity-provider.",
 )  # fmt: skip
-@click.option("--public-key", type=_file, metavar="PEM", help="Take this public key of the signer.")
+@click.option("--public-key", type=existing_file, metavar="PEM", help="Take this public key of the signer.")
 @click.option("--identity", metavar="NAME", help="Expect this identity of the signer with Sigstore, such as an e-mail address.")
 @click.option("--identity-provider", metavar="URL", help="Expect this OpenID Connect provider to have confirmed the identity.")
 @prefix_option

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from epload.cli.output import json_option, not_read, prefix_option, print_json, show, variant_option
+from epload.cli.output import existing_file, json_option, not_read, prefix_option, print_json, show, variant_option
 from epload.observe.progress import Progress
 
 if TYPE_CHECKING:
     from epload.ranks.topology import Topology
 
 _size = click.FloatRange(min=0, max=1e9, min_open=True)
-_file = click.Path(exists=True, dir_okay=False)
 
 
 @click.command()
@@ -55,7 +54,7 @@ _file = click.Path(exists=True, dir_okay=False)
     show_default=True,
     help="Write files of at most this many GB. A larger tensor gets a file of its own.",
 )
-@click.option("--file", "files", multiple=True, type=_file, help="Copy this file into FOLDER as well.")
+@click.option("--file", "files", multiple=True, type=existing_file, help="Copy this file into FOLDER as well.")
 @click.option("--checksums", is_flag=True, help="Write the digests of all files to checksums.json as well.")
 @click.option("--overwrite", is_flag=True, help="Replace FOLDER, with all that is in it.")
 @variant_option

@@ -24,6 +24,7 @@ variant_option = click.option(
     default="",
     help="Read this variant of the weights in a folder, such as fp16. The default is the one without.",
 )
+existing_file = click.Path(exists=True, dir_okay=False)
 prefix_option = click.option("--prefix", default="", help="Take the model at this place in a DCP folder, such as app.model.")
 
 

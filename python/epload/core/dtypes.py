@@ -50,6 +50,7 @@ _BY_CODE = {row.code: dtype for dtype, row in TABLE.items()}
 ITEMSIZES = [_BY_CODE[i].itemsize if i in _BY_CODE else 0 for i in range(max(_BY_CODE) + 1)]
 """Bytes of an element, by code."""
 SAFETENSORS = {row.safetensors: dtype for dtype, row in TABLE.items() if row.safetensors}
+SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
 FP8 = tuple(dtype for dtype, row in TABLE.items() if row.kind == "fp8")
 INTEGERS = tuple(dtype for dtype, row in TABLE.items() if row.kind == "integer")
 

@@ -99,21 +99,15 @@ def check_patterns(requested: DTypes, targets: Targets) -> None:
             )
 
 
-def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> set[str]:
-    """Returns which of a model's tensors ``from_pretrained`` keeps in float32 if the model has this dtype."""
+def left_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype, by_class: bool = True) -> set[str]:
+    """Returns which of a model's tensors ``from_pretrained`` does not round to this dtype: those that it keeps in float32, and if
+    ``by_class`` those that their class makes in float32 by itself, as with ``nn.Linear(..., dtype=torch.float32)``."""
     in_fp32: set[str] = set()
+    makes = by_class and dtype.itemsize < 4
     for module, pairs in _pretrained_models(model, Modules(model), names):
         is_kept = _kept_names(module, dtype)
         in_fp32 |= {name for inner, name in pairs if is_kept(inner)}
-    return in_fp32
-
-
-def left_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> set[str]:
-    """Returns which of a model's tensors ``from_pretrained`` does not round to this dtype: those that it keeps in float32, and
-    those that their class makes in float32 by itself, as with ``nn.Linear(..., dtype=torch.float32)``."""
-    in_fp32 = kept_in_fp32(model, names, dtype)
-    for module, pairs in _pretrained_models(model, Modules(model), names) if dtype.itemsize < 4 else ():
-        if is_pretrained(type(module)) and (new := new_on_meta(module, dtype=dtype)) is not None:
+        if makes and is_pretrained(type(module)) and (new := new_on_meta(module, dtype=dtype)) is not None:
             made = {name for name, tensor in new.state_dict().items() if tensor.dtype == torch.float32}
             in_fp32 |= {name for inner, name in pairs if inner in made}
     return in_fp32

@@ -15,7 +15,7 @@ from epload.checkpoint.quantization import declared_quantization
 from epload.core.dtypes import FP8
 from epload.core.views import Shape
 from epload.mapping.mapping import AnyMapping, Mapping, Rename
-from epload.mapping.megatron import from_megatron
+from epload.mapping.megatron import check_is_auto, from_megatron
 from epload.mapping.quantize import Quantize
 from epload.mapping.transformers import from_transformers
 from epload.mapping.wrappers import adapter_pairs, is_from_package, unwrap
@@ -84,11 +84,7 @@ def resolve_mapping(
         ModelMismatch: an adapter's file that cannot be loaded into this model.
     """
     if isinstance(model, MegatronChunks):
-        if mapping != "auto":
-            raise ValueError(
-                f"expected mapping='auto' for a Megatron-Core model, got {mapping!r}; add names of your own to the tables in "
-                "epload.mapping.megatron.names"
-            )
+        check_is_auto(mapping)
         return from_megatron(model, checkpoint, shapes)
     if isinstance(mapping, Quantize):
         mapping = replace(resolve_mapping("auto", model, names, checkpoint), quantize=mapping)

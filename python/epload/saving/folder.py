@@ -69,9 +69,7 @@ class NewFolder:
         if usage.total and nbytes > usage.free:  # some file systems give no sizes
             raise LoadError(f"{path.parent} has {usage.free / 1e9:.1f} GB free, and the checkpoint {nbytes / 1e9:.1f} GB")
         self.temporary.mkdir()
-        self._check_rename()
-        if replaces:
-            self._check_exchange()
+        self._check_commit(replaces)
         for number, (name, header, size) in enumerate(zip(layout.names, layout.headers, layout.sizes, strict=True)):
             self.add(name, b"")
             # Before anything is written: an NFS client takes zeros for the rest of the page in which a file ends, and later
@@ -80,8 +78,9 @@ class NewFolder:
             with closing(self):
                 self.write(number, 0, memoryview(header))
 
-    def _check_rename(self) -> None:
-        """Raises OSError if :meth:`commit` could not rename a folder with files here, before anything is written."""
+    def _check_commit(self, replaces: bool) -> None:
+        """Raises OSError if :meth:`commit` could not rename a folder with files here, or replace a folder, before anything is
+        written."""
         one, other = (self.temporary / name for name in ("one", "other"))
         one.mkdir()
         (one / "file").touch()
@@ -91,15 +90,10 @@ class NewFolder:
             text = f"{error.strerror}, as this file system does not rename folders that hold files; save to another one"
             raise OSError(error.errno, text, str(one)) from error
         (other / "file").unlink()
-        other.rmdir()
-
-    def _check_exchange(self) -> None:
-        """Raises OSError if :meth:`commit` could not replace a folder here, before anything is written."""
-        one, other = (self.temporary / name for name in ("one", "other"))
-        one.mkdir()
-        other.mkdir()
-        _exchange(one, other)
-        one.rmdir()
+        if replaces:
+            one.mkdir()
+            _exchange(one, other)
+            one.rmdir()
         other.rmdir()
 
     def add(self, name: str, content: bytes) -> None:

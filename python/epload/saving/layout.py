@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.manifest import Manifest
-from epload.core.dtypes import SAFETENSORS
+from epload.core.dtypes import SAFETENSORS_NAMES
 
-_NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
 MODEL, DIFFUSION_MODEL, ADAPTER_MODEL = "model", "diffusion_pytorch_model", "adapter_model"
 """The first part of file names in transformers, and in diffusers."""
 _MOST_TENSORS = 400_000
@@ -71,14 +70,14 @@ def lay_out(
         # The widest elements first, so that each tensor starts at a multiple of its element size.
         for i in sorted(shard, key=lambda i: -dtypes[i].itemsize):
             name, shape = names[i], list(manifest.shapes[i])
-            if dtypes[i] not in _NAMES:
+            if dtypes[i] not in SAFETENSORS_NAMES:
                 raise ValueError(f"{name} is {dtypes[i]}, which safetensors files do not have; convert the tensor first")
             if name == "__metadata__":
                 raise ValueError("a tensor is called __metadata__, which safetensors files reserve; rename it")
             file[i], offset[i] = number, end
             weight_map[name] = files[number]
             end += sizes[i]
-            entries[name] = {"dtype": _NAMES[dtypes[i]], "shape": shape, "data_offsets": [end - sizes[i], end]}
+            entries[name] = {"dtype": SAFETENSORS_NAMES[dtypes[i]], "shape": shape, "data_offsets": [end - sizes[i], end]}
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-(8 + len(text)) % _DATA_ALIGNMENT)
         layout.headers.append(len(text).to_bytes(8, "little") + text)

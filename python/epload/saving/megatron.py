@@ -17,7 +17,7 @@ from epload.core import dtypes as dtype_names
 from epload.core.views import Shape
 from epload.errors import ModelMismatch
 from epload.mapping.mapping import AnyMapping
-from epload.mapping.megatron import HEAD, prediction_copies, unknown_names
+from epload.mapping.megatron import HEAD, check_is_auto, prediction_copies, unknown_names
 from epload.mapping.megatron.names import FLOAT32, LAYER, pattern_of
 from epload.mapping.megatron.regions import place_shards
 from epload.mapping.megatron.shards import read_shards
@@ -43,11 +43,7 @@ def megatron_catalog(
             model has another dtype.
         ValueError: there is no ``names_from``, or there is a mapping.
     """
-    if mapping != "auto":
-        raise ValueError(
-            f"expected mapping='auto' for a Megatron-Core model, got {mapping!r}; add names of your own to the tables in "
-            "epload.mapping.megatron.names"
-        )
+    check_is_auto(mapping)
     if names_from is None:
         raise ValueError(
             "Megatron-Core has other names and shapes than checkpoints: pass names_from=, a Hugging Face checkpoint of this model"

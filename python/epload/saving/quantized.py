@@ -26,7 +26,7 @@ from epload.mapping import scales
 from epload.mapping.fp8 import FP8, Fp8Format
 from epload.mapping.mapping import apply_renames
 from epload.mapping.place import Place
-from epload.mapping.precision import kept_in_fp32
+from epload.mapping.precision import left_in_fp32
 from epload.mapping.quantize import Quantize
 from epload.mapping.scales import Scaling, TargetViews
 from epload.mapping.wrappers import TRAINED_COPY, unwrap
@@ -298,7 +298,7 @@ def _linear_targets(model: nn.Module, targets: Targets, rule: Quantize, layers: 
     """Returns the targets that are weights of Linear layers or stacks of experts, without heads, routers, tied weights, what the
     configuration excludes, what transformers keeps in float32, and layers of other classes than those that it replaces."""
     kept = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and not _is_replaced(type(m), rule)}
-    in_fp32 = kept_in_fp32(model, targets.index, torch.float16)
+    in_fp32 = left_in_fp32(model, targets.index, torch.float16, by_class=False)
     getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
     head = getattr(next((get() for get in getters if callable(get)), None), "weight", None)
     return {

@@ -20,6 +20,15 @@ _COMPUTED = r"(^|\.)rotary_emb\.inv_freq$"
 """Pattern of what older checkpoints have, and every model computes."""
 
 
+def check_is_auto(mapping: object) -> None:
+    """Raises ValueError for the mapping of a caller, which Megatron-Core's models do not take."""
+    if mapping != "auto":
+        raise ValueError(
+            f"expected mapping='auto' for a Megatron-Core model, got {mapping!r}; add names of your own to the tables in "
+            "epload.mapping.megatron.names"
+        )
+
+
 def from_megatron(chunks: MegatronChunks, names: Sequence[str], shapes: Sequence[Shape]) -> Mapping:
     """Returns the mapping by which a Hugging Face checkpoint fills the modules of one rank.
 
