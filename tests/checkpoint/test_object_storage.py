@@ -376,8 +376,9 @@ def test_what_tells_versions_with_fsspec(key: str, tmp_path: Path) -> None:
 def test_what_is_not_there(s3: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects, and then clients. What the environment says of a client counts, too."""
     monkeypatch.setenv("AWS_READ_TIMEOUT", "7s")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "ON")
     options = object_store._client_options("s3")
-    assert (options["allow_http"], options["read_timeout"], options["connect_timeout"]) == (True, "7s", "10s")
+    assert (options["allow_http"], options["read_timeout"], options["connect_timeout"]) == ("ON", "7s", "10s")
     assert "allow_http" not in object_store._client_options("gs")
     for library in LIBRARIES:
         with only(library):

@@ -271,8 +271,11 @@ _CONNECT_SECONDS, _READ_SECONDS = 10, 30
 """Seconds without an answer, or the next part of one, after which a request has failed."""
 _VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 """The first part of the names of environment variables that obstore reads."""
-_FLAGS = ("allow_http", "allow_invalid_certificates", "http1_only", "http2_only")
-_TEXTS = (
+_OPTIONS = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "http1_only",
+    "http2_only",
     "connect_timeout",
     "read_timeout",
     "timeout",
@@ -382,9 +385,9 @@ def _client_options(scheme: str) -> dict[str, Any]:
     limits = {"connect_timeout": f"{_CONNECT_SECONDS}s", "read_timeout": f"{_READ_SECONDS}s", "timeout": "1h"}
     prefix = _VARIABLES.get(_OBSTORE[scheme], "")
     options: dict[str, Any] = {"allow_http": True} if scheme == "http" else {}
-    for name in (*_FLAGS, *_TEXTS) if prefix else ():
+    for name in _OPTIONS if prefix else ():
         if value := os.environ.get(f"{prefix}_{name.upper()}"):
-            options[name] = value.lower() in ("1", "true", "yes", "on") if name in _FLAGS else value
+            options[name] = value
     return limits | options
 
 
