@@ -140,19 +140,9 @@ def _from_config(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
     import transformers
 
     kind = getattr(transformers, config["architectures"][0])
-    model: nn.Module = kind._from_config(kind.config_class.from_dict(_with_floats(config)), dtype=dtype)
+    decoded = kind.config_class._decode_special_floats(dict(config))  # such as {"__float__": "Infinity"}
+    model: nn.Module = kind._from_config(kind.config_class.from_dict(decoded), dtype=dtype)
     return model
-
-
-def _with_floats(value: Any) -> Any:
-    """Returns a configuration with the floats that JSON lacks, which transformers writes as ``{"__float__": "Infinity"}``."""
-    if isinstance(value, list):
-        return [_with_floats(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    if value.keys() == {"__float__"}:
-        return float(value["__float__"])
-    return {name: _with_floats(item) for name, item in value.items()}
 
 
 def below_fp32_warning(targets: Targets) -> str:
