@@ -16,7 +16,7 @@ from epload.errors import ManifestMismatch, kind_of, make_error, message_of
 from epload.model.devices import check_backend, check_stream
 from epload.model.memory import has_internal_overlap, keeps_writes
 from epload.native import ops
-from epload.planning.algorithms import Algorithm
+from epload.planning.schedule import Algorithm
 from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, exclusive, inside_load
 from epload.ranks.topology import Topology, as_topology

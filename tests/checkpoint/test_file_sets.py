@@ -26,8 +26,7 @@ from epload.checkpoint.file_sets import choose
 from epload.checkpoint.opening import join_source
 from epload.integrations.engine.model_loader import open_weights, source_of
 from epload.mapping import Rename
-from epload.planning.algorithms import Algorithm
-from epload.planning.schedule import Readers
+from epload.planning.schedule import Algorithm, Readers
 from epload.sync.endpoint import Deltas, Snapshots, Stages, Transports
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor

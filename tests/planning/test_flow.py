@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epload import _C
-from epload.planning.algorithms import STRIPE_ALIGNMENT
-from epload.planning.schedule import Flow
+from epload.planning.schedule import STRIPE_ALIGNMENT, Flow
 
 Nodes = tuple[tuple[int, ...], ...]
 Buckets = list[tuple[int, int, int]]

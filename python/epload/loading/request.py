@@ -19,9 +19,8 @@ from epload.model.devices import requested_device
 from epload.model.expert_parallel import LocalModules, OuterShard, Parts, planned_shards
 from epload.model.initialization import InitMissing
 from epload.model.megatron import MegatronChunks, Model, as_module
-from epload.planning.algorithms import ALGORITHMS
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.schedule import READERS, WAVE_BYTES, Algorithms
+from epload.planning.schedule import ALGORITHMS, READERS, WAVE_BYTES, Algorithms
 from epload.verify.digests import check_verify
 
 

@@ -13,7 +13,7 @@ from epload.loading.request import Options
 from epload.loading.routes import Router
 from epload.model.devices import check_stream
 from epload.native import ops
-from epload.planning.algorithms import STRIPE_ALIGNMENT
+from epload.planning.schedule import STRIPE_ALIGNMENT
 from epload.ranks.topology import Topology
 from epload.transfer.device import DeviceStaging
 from epload.transfer.device_pipe import DevicePipe

@@ -3,6 +3,10 @@ roles out. Stripes, chains and leaders are computed in csrc/schedule.cpp, which 
 
 Buckets move in waves: consecutive buckets that share a staging buffer. With one reader a wave is one bucket; with several it has
 a bucket for each of them, so that all read, send and receive at once.
+
+The algorithm ``two_level`` sends each bucket along one rank of each node, on the rail of the source. ``striped`` cuts it into a
+stripe for each rank of a node, which sends it along its rail, so that all nodes need equally many ranks. Inside a node a bucket
+is passed on, or gathered, over the node's own group.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from itertools import zip_longest
 from typing import Literal, get_args
 
 from epload.native.extension import _C
-from epload.planning.algorithms import STRIPE_ALIGNMENT, Algorithm
 
 Readers = Literal["auto", "one", "per_node", "partitioned", "every"]
 """Choices of the ranks that read."""
+Algorithm = Literal["two_level", "striped"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 Algorithms = Algorithm | Literal["auto"]
 READERS = tuple(choice for choice in get_args(Readers) if choice != "auto")
 MIN_WAVES = 3
@@ -42,6 +47,19 @@ _CHUNK_BYTES = (512 << 10, 16 << 20)
 
 Step = tuple[int, int, int, int, int, int]
 """begin, end (bytes of the wave), from (inter-node group, intra-node group), to (likewise); global ranks, -1 for none."""
+Ranks = tuple[int, ...]
+STRIPE_ALIGNMENT = 64
+"""Bytes; every stripe but the last is a multiple."""
+
+
+def groups_between(nodes: Sequence[Ranks], src: int, rank: int, algorithm: str) -> tuple[tuple[Ranks, ...], int]:
+    """Returns the groups of ranks between nodes for what comes from ``src``, and from which of their ranks ``rank`` gets it."""
+    node, own = (next(i for i, ranks in enumerate(nodes) if member in ranks) for member in (src, rank))
+    if algorithm == "striped":
+        rails = tuple(map(tuple, _C.rails(nodes)))
+        return rails, next(rail for rail in rails if rank in rail)[node]
+    leaders = tuple(_C.leaders(nodes, src))
+    return (leaders,), leaders[own]
 
 
 @dataclass(frozen=True)

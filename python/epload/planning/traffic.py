@@ -9,9 +9,8 @@ from epload.planning.waves import make_waves
 
 
 def traffic(
-    buckets: Sequence[int], per_wave: int, nodes: Sequence[Sequence[int]], readers: str, algorithm: str = "two_level",
-    src: int = 0,
-) -> tuple[list[int], list[int]]:  # fmt: skip
+    buckets: Sequence[int], per_wave: int, nodes: Sequence[Sequence[int]], readers: str, algorithm: str = "two_level"
+) -> tuple[list[int], list[int]]:
     """Returns the bytes that each node receives from other nodes, and those that it sends to them, in a load whose nodes share
     staging buffers.
 
@@ -21,10 +20,9 @@ def traffic(
         nodes: the global ranks of each node.
         readers: not ``"auto"``.
         algorithm: ``"two_level"`` or ``"striped"``.
-        src: global rank of the source.
     """
     received, sent = [0] * len(nodes), [0] * len(nodes)
-    flows = [Flow(tuple(map(tuple, nodes)), rank, src, readers, algorithm, True) for node in nodes for rank in node]
+    flows = [Flow(tuple(map(tuple, nodes)), rank, 0, readers, algorithm, True) for node in nodes for rank in node]
     relays = [flow for flow in flows if flow.crosses and flow.rank in flow.relays]
     for wave in make_waves(buckets, per_wave) if relays else ():
         ranges = list(zip(wave.numbers, wave.begins, wave.ends, strict=True))

@@ -48,8 +48,6 @@ def fetch(store: Store, name: str, timeout: timedelta) -> bytes:
 
 def _fetch_all(store: Store, names: Sequence[str], timeout: timedelta) -> dict[str, bytes]:
     """Fetches several contents: each rank of thousands needs those of all, for which the store has one thread."""
-    if not store.has_extended_api():  # type: ignore[attr-defined]  # torch does not declare it
-        return {name: fetch(store, name, timeout) for name in names}
     contents = {}
     try:
         for batch in (names[at : at + _BATCH] for at in range(0, len(names), _BATCH)):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -130,22 +129,26 @@ class GroupCache:
                 errors.append(error)
             ended.set()
 
-        with control.stopping(stop.set), _canceling(store):
-            threads.start("epload-group", make)
-            began = time.monotonic()
-            until, is_late = began + 1.25 * timeout.total_seconds() + 2, False
-            while not ended.wait(_POLL_SECONDS):
-                if not is_late and time.monotonic() >= began + _LATE_SECONDS:
-                    is_late = True
-                    logger.warning(
-                        "rank %d has waited %.0f s for the connections of the process group of ranks %s; can their machines "
-                        "connect to one another? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface",
-                        self._rank, _LATE_SECONDS, members,
-                    )  # fmt: skip
-                if stop.is_set() or time.monotonic() >= until:
-                    store.canceled = True
-                    ended.wait(_GRACE_SECONDS)  # then the thread is left alone with the group
-                    break
+        with control.stopping(stop.set):
+            try:
+                threads.start("epload-group", make)
+                began = time.monotonic()
+                until, is_late = began + 1.25 * timeout.total_seconds() + 2, False
+                while not ended.wait(_POLL_SECONDS):
+                    if not is_late and time.monotonic() >= began + _LATE_SECONDS:
+                        is_late = True
+                        logger.warning(
+                            "rank %d has waited %.0f s for the connections of the process group of ranks %s; can their machines "
+                            "connect to one another? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface",
+                            self._rank, _LATE_SECONDS, members,
+                        )  # fmt: skip
+                    if stop.is_set() or time.monotonic() >= until:
+                        store.canceled = True
+                        ended.wait(_GRACE_SECONDS)  # then the thread is left alone with the group
+                        break
+            except BaseException:  # such as an interrupt: the thread's waits end
+                store.canceled = True
+                raise
         control.delete_later(f"{prefix}/{key}" for key in store.keys)
         if ended.is_set() and not errors:
             return group
@@ -166,16 +169,6 @@ class GroupCache:
         dispose(self._groups.values())
         self._groups.clear()
         self._made.clear()
-
-
-@contextmanager
-def _canceling(store: GroupStore) -> Iterator[None]:
-    """A context that ends waits of another thread if it is interrupted."""
-    try:
-        yield
-    except BaseException:
-        store.canceled = True
-        raise
 
 
 def _current_device(backends: Backends) -> int | None:

@@ -12,6 +12,7 @@ from epload.core.attempt import Attempt
 from epload.errors import LoadError, RemoteFailure, WaitTimeout, message_of
 from epload.ranks.control import Control
 from epload.ranks.groups import Group
+from epload.ranks.membership import first_difference
 from epload.ranks.topology import Topology
 
 _MIN_POLL, _MAX_POLL = 0.0005, 0.02
@@ -69,12 +70,12 @@ def _all_reduce(control: Control, group: Group, values: Tensor) -> None:
 
 
 def _check_equal(counts: dict[int, int]) -> None:
-    first, expected = next(iter(counts.items()))
-    for rank, count in counts.items():
-        if count != expected:
-            raise LoadError(
-                f"rank {first} quantizes {expected} blocks that ranks share, rank {rank} {count}; use one model on all ranks"
-            )
+    if differ := first_difference(counts):
+        first, rank = differ
+        raise LoadError(
+            f"rank {first} quantizes {counts[first]} blocks that ranks share, rank {rank} {counts[rank]}; use one model on all "
+            "ranks"
+        )
 
 
 def as_integers(maxima: Tensor) -> Tensor:

@@ -42,6 +42,12 @@ def group_equal(of_rank: Mapping[int, str]) -> list[list[int]]:
     return list(ranks_of.values())
 
 
+def first_difference(views: Mapping[int, object]) -> tuple[int, int] | None:
+    """Returns the first rank, and the first one that has another view than it; None if all are equal."""
+    first = min(views)
+    return next(((first, rank) for rank in sorted(views) if views[rank] != views[first]), None)
+
+
 def membership(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, int, tuple[int, ...]]:
     """Resolves ``group``, by default the whole job.
 
@@ -51,7 +57,7 @@ def membership(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | Non
     Raises:
         ValueError, TypeError: this process is not in the group, or it is no group.
     """
-    if not _is_initialized():
+    if not dist.is_initialized():
         if group is not None:
             raise ValueError("got a process group, but torch.distributed is not initialized")
         return None, 0, (0,)
@@ -65,10 +71,6 @@ def membership(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | Non
     if rank not in ranks:
         raise ValueError(f"rank {rank} is not in the group of ranks {list(ranks)}")
     return group, rank, ranks
-
-
-def _is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def check_partition(nodes: list[list[int]], ranks: Sequence[int]) -> None:
@@ -88,7 +90,7 @@ def check_partition(nodes: list[list[int]], ranks: Sequence[int]) -> None:
 def uninitialized_warning() -> str:
     """Returns a warning if a launcher has started several ranks but ``torch.distributed`` is not initialized; else empty."""
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
-    if rank is None or size in ("", "1") or _is_initialized():
+    if rank is None or size in ("", "1") or dist.is_initialized():
         return ""
     return (
         f"WORLD_SIZE is {size}, but torch.distributed is not initialized, so rank {rank} loads alone, as does "

@@ -16,11 +16,11 @@ from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch, call_order_error
 from epload.model.devices import backends_of
 from epload.native.extension import _C
-from epload.planning.algorithms import groups_between
+from epload.planning.schedule import groups_between
 from epload.ranks.connection import DEFAULT_TIMEOUT
 from epload.ranks.control import DESTROYED, Control
 from epload.ranks.group_cache import GroupCache
-from epload.ranks.membership import check_partition, group_equal, machine_identity, membership
+from epload.ranks.membership import check_partition, first_difference, group_equal, machine_identity, membership
 from epload.ranks.rendezvous import rendezvous
 from epload.ranks.rounds import OUTCOME_SECONDS
 
@@ -132,13 +132,12 @@ class Topology:
         failure = Attempt(lambda: check_partition(lists, ranks)).failure
 
         def check_equal(views: Mapping[int, list[list[int]]]) -> None:
-            first = views[ranks[0]]
-            for other, its_nodes in views.items():
-                if its_nodes != first:
-                    raise ManifestMismatch(
-                        f"the ranks' topologies differ, nothing was moved: rank {ranks[0]} has nodes {first}, rank {other} has "
-                        f"{its_nodes}"
-                    )
+            if differ := first_difference(views):
+                first, other = differ
+                raise ManifestMismatch(
+                    f"the ranks' topologies differ, nothing was moved: rank {first} has nodes {views[first]}, rank {other} has "
+                    f"{views[other]}"
+                )
 
         # Emulated nodes of one machine are nodes for their control as well.
         within = str(next((number for number, node in enumerate(lists) if rank in node), ""))

@@ -27,6 +27,7 @@ from epload.errors import LoadError
 from epload.files import read_regular
 from epload.native import ops
 from epload.observe.render import list_first
+from epload.ranks.membership import first_difference
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder, discard, hidden_path
@@ -46,10 +47,8 @@ Digests = Mapping[str, Sequence[str]]
 
 def check_equal(digests: Mapping[int, str], activity: str) -> None:
     """Raises ValueError unless all ranks want to write the same. ``activity``: for the message, of several ranks."""
-    first = min(digests)
-    for rank, digest in digests.items():
-        if digest != digests[first]:
-            raise ValueError(f"ranks {first} and {rank} {activity}; pass the same on all ranks")
+    if differ := first_difference(digests):
+        raise ValueError(f"ranks {differ[0]} and {differ[1]} {activity}; pass the same on all ranks")
 
 
 def check_arguments(

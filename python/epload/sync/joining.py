@@ -17,7 +17,7 @@ from epload.planning.schedule import SYNC_WAVE_BYTES
 from epload.planning.streams import ExchangePlan, Members
 from epload.ranks.contents import fetch, fetch_holdings, publish, publish_holdings
 from epload.ranks.control import Control
-from epload.ranks.membership import group_equal
+from epload.ranks.membership import first_difference, group_equal
 from epload.ranks.rendezvous import rendezvous
 from epload.sync.devices import DeviceAccess, find_reach
 
@@ -129,6 +129,7 @@ def plan_together(
 
 
 def _check_equal(fingerprints: dict[int, str]) -> None:
-    for rank, fingerprint in fingerprints.items():
-        if fingerprint != fingerprints[0]:
-            raise LoadError(f"ranks 0 and {rank} have planned different exchanges of the same tensors; this is a bug in epload")
+    if differ := first_difference(fingerprints):
+        raise LoadError(
+            f"ranks {differ[0]} and {differ[1]} have planned different exchanges of the same tensors; this is a bug in epload"
+        )

@@ -7,6 +7,7 @@ their headers and ending early are here and nowhere else.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
+from epload.core import threads
 from epload.core.regions import Regions
 from epload.errors import LoadError
 from epload.observe.progress import Progress
@@ -22,7 +24,6 @@ from epload.planning.buckets import HEADER_BYTES
 from epload.planning.plan import LoadPlan
 from epload.planning.waves import Wave
 from epload.ranks.control import Control
-from epload.transfer import pipeline
 from epload.transfer.context import Fill, Sink, TransferContext
 from epload.transfer.device import DeviceStaging
 from epload.transfer.device_ring import DeviceRing
@@ -33,6 +34,8 @@ from epload.transfer.shared_memory import NodeMemory
 
 Step = Callable[[Wave], bool]
 """Takes the next wave; False if it was the last."""
+Stage = tuple[str, Callable[[], None]]
+"""The stage's name, and the function that runs all of it."""
 
 
 class Engine:
@@ -69,7 +72,7 @@ class Engine:
         self._bar = bar
         if self._waves:
             with self._sink.entered():
-                pipeline.run(self._stages(), self._stop, self._ring.enter_thread)
+                _run_stages(self._stages(), self._stop, self._ring.enter_thread)
                 if self._mover is not None:
                     self._ring.wait("end", self._waves[-1])
         if self._failure is not None:
@@ -84,7 +87,7 @@ class Engine:
         self._context.control.fail(error)
         self._ring.stop()
 
-    def _stages(self) -> list[pipeline.Stage]:
+    def _stages(self) -> list[Stage]:
         steps: dict[str, Step] = {"unpack": self._unpack}
         if self._mover is not None:
             steps["move"] = self._move
@@ -226,3 +229,63 @@ def message_timeout(control: Control, waves: Sequence[Wave]) -> timedelta:
     """Returns the time that a message may take, in a transfer of these waves."""
     largest = max((wave.nbytes for wave in waves), default=0)
     return control.timeout + timedelta(seconds=largest / SLOWEST)
+
+
+def _run_stages(stages: Sequence[Stage], stop: Callable[[BaseException], None], prepare: Callable[[], None]) -> None:
+    """Runs the stages concurrently, the last one on the calling thread. Returns when all have ended.
+
+    If a stage raises, or the calling thread is interrupted, ``stop`` is called with the exception and must make the other stages
+    end. It may be called more than once, from any thread.
+
+    Args:
+        stages: at least one.
+        stop: makes the stages end.
+        prepare: called first in each thread that is started.
+
+    Raises:
+        BaseException: what interrupted the run (e.g. KeyboardInterrupt), else the first exception of a stage.
+        LoadError: a thread cannot be started.
+    """
+    failures: list[BaseException] = []
+    go, ended, canceled = threading.Event(), threading.Semaphore(0), False
+
+    def run_stage(stage: Callable[[], None], prepare: Callable[[], None] | None = None) -> None:
+        try:
+            if prepare is not None:
+                prepare()
+            stage()
+        except BaseException as error:
+            failures.append(error)
+            stop(error)
+
+    def run_in_thread(stage: Callable[[], None]) -> None:
+        go.wait()
+        if not canceled:
+            try:
+                run_stage(stage, prepare)
+            finally:
+                ended.release()
+
+    *others, (_, last) = stages
+    started: list[threading.Thread] = []
+    try:
+        for name, stage in others:
+            started.append(threads.start(f"epload-{name}", partial(run_in_thread, stage)))
+    except BaseException:  # no more threads, or an interrupt: no stage has begun
+        canceled = True
+        raise
+    finally:
+        go.set()
+    run_stage(last)
+    left = len(others)
+    while left:
+        try:
+            ended.acquire()  # not join: a thread whose join was interrupted counts as ended although it runs
+            left -= 1
+        except BaseException as interrupt:  # the stages are ending, so keep waiting
+            failures.append(interrupt)
+            stop(interrupt)
+    for thread in started:
+        thread.join()  # what is left of it takes no time, but no thread outlives the transfer
+    if failures:
+        raise next((error for error in failures if not isinstance(error, Exception)), failures[0])
