@@ -30,21 +30,9 @@ from epload.integrations.dcp import StorageReader
 from support import fp8, ranks
 from support.checks import full_values, local_of
 from support.dcp_checkpoints import BF16, FORMATS, MODELS, folder_of, save_all, sharded
+from support.findings import differing_values
 from support.on_ranks import on_ranks
 from support.tensor_classes import Halved
-
-
-def differ(ours: Any, theirs: Any, name: str = "") -> list[str]:
-    """Lists what two nested state dicts have that is not bit for bit the same."""
-    if isinstance(theirs, dict):
-        if list(ours) != list(theirs):
-            return [f"{name}: {list(ours)}, not {list(theirs)}"]
-        return [text for key in theirs for text in differ(ours[key], theirs[key], f"{name}.{key}")]
-    a, b = local_of(ours), local_of(theirs)
-    if isinstance(b, Tensor):
-        same = a.dtype == b.dtype and a.shape == b.shape
-        return [] if same and torch.equal(a, b) else [f"{name}: {a}, not {b}"]
-    return [] if a == b else [f"{name}: {a!r}, not {b!r}"]
 
 
 def state_of(model: str, form: str, dtype: torch.dtype | None = None, salt: int = 99) -> dict[str, Any]:
@@ -70,8 +58,8 @@ def same_as_torch(rank: int, folder: Path) -> None:
             theirs = state_of(model, form, salt=0)
         else:
             dcp.load(theirs, storage_reader=torchs(form, path))
-        assert differ(state_of(model, form), theirs), f"{case}: torch has loaded nothing"
-        assert differ(ours, theirs) == [], case
+        assert differing_values(state_of(model, form), theirs), f"{case}: torch has loaded nothing"
+        assert differing_values(ours, theirs) == [], case
 
 
 def test_dcp_folders_load_as_with_torchs_reader(tmp_path: Path) -> None:
@@ -113,7 +101,7 @@ def test_safetensors_folders_load_as_with_torchs_reader_also_into_another_dtype(
                 del ours[name], theirs[name]
         dcp.load(ours, storage_reader=StorageReader(path))
         dcp.load(theirs, storage_reader=HuggingFaceStorageReader(str(path)))
-        assert differ(ours, theirs) == [], f"{model} {dtype}"
+        assert differing_values(ours, theirs) == [], f"{model} {dtype}"
 
 
 @on_ranks(2, fp8.store)
@@ -128,7 +116,7 @@ def test_fp8_weights_are_multiplied_by_their_scales(rank: int, tmp_path: Path) -
         )
         dcp.load(ours, storage_reader=StorageReader(tmp_path))
         dcp.load(theirs, storage_reader=QuantizedHuggingFaceStorageReader(str(tmp_path), target_dtype=dtype))
-        assert differ(ours, theirs) == [], f"{dtype} {placement}"
+        assert differing_values(ours, theirs) == [], f"{dtype} {placement}"
 
 
 def load(state: dict[str, Any], path: Path, **options: Any) -> None:
@@ -277,7 +265,7 @@ def test_planners_may_choose_what_is_read(rank: int, tmp_path: Path) -> None:
         state = {"loaded": torch.zeros(5), "skipped": torch.zeros(5)}
         dcp.load(state, storage_reader=StorageReader(tmp_path), planner=Choosing(when))
         skipped = torch.ones(5) if when == "never" else torch.zeros(5)
-        assert differ(state, {"loaded": torch.arange(5.0), "skipped": skipped}) == [], when
+        assert differing_values(state, {"loaded": torch.arange(5.0), "skipped": skipped}) == [], when
 
 
 def save_rows(folder: Path) -> None:

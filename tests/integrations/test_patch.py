@@ -22,8 +22,8 @@ from epload.integrations import accelerate, skyrl, veomni, verl
 from epload.integrations import accelerate as our_accelerate
 from epload.integrations import torch as ours
 from support.checks import differences, full_values, local_of
-from support.drop_ins import on_rank_0, sharded, wrong
-from support.findings import must_be_refused_by_all
+from support.drop_ins import on_rank_0, sharded
+from support.findings import differing, must_be_refused_by_all
 from support.models import Mlp, Rotary, Stack, mesh, on_meta
 from support.on_ranks import on_ranks
 
@@ -125,7 +125,7 @@ def test_accelerate_fsdp2_load_full_state_dict(rank: int) -> None:
     # which the original does not look at either
     assert load(model, on_rank_0(values | {"stray": torch.zeros(3)})) is model
     assert [*differences(expected, model)] == []
-    assert wrong(model, values) == []
+    assert differing(model, values) == []
 
     # The original raises on rank 0 only, and the others wait for its broadcast.
     last = values.popitem()[0]
@@ -135,7 +135,7 @@ def test_accelerate_fsdp2_load_full_state_dict(rank: int) -> None:
     # accelerate#3898: a plain buffer has no device_mesh.
     make = partial(Stack, [{"w": (5, 3)}], buffers={"step": ((), torch.int64)})
     values = full_values(on_meta(make))
-    assert wrong(load(fully_shard(on_meta(make)), on_rank_0(values)), values) == []
+    assert differing(load(fully_shard(on_meta(make)), on_rank_0(values)), values) == []
 
 
 @on_ranks(4)
@@ -170,7 +170,7 @@ def test_verl_and_skyrl_fsdp2_load_full_state_dict(rank: int) -> None:
                 model.inv_freq.zero_()
             fully_shard(model, mesh=mesh(("all", 4)))
             returned = load(model, on_rank_0(values), cpu_offload=None)
-            assert wrong(model, values) == []
+            assert differing(model, values) == []
             assert torch.equal(model.inv_freq, Rotary().inv_freq), f"inv_freq is not rank 0's: {model.inv_freq}"
             assert returned is (model if load is skyrl.fsdp2_load_full_state_dict else None), f"returned {returned}"
         for odd, text in (

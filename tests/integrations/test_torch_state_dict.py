@@ -23,7 +23,7 @@ from epload.integrations import skyrl, verl
 from epload.integrations import torch as ours
 from epload.integrations.full_state import find_custom_loading
 from support.checks import full_values, local_of
-from support.drop_ins import everywhere, on_rank_0, sharded, wrong
+from support.drop_ins import everywhere, on_rank_0, sharded
 from support.failures import error_of
 from support.findings import differing, must_be_refused_by_all
 from support.models import Block, Mlp, Rotary, Stack, Tied, mesh, on_meta, place
@@ -246,16 +246,16 @@ def test_where_torchs_function_is_wrong(rank: int) -> None:
 
     state = full_values(on_meta(lambda: Mlp(7, 5, 3)))  # torch adopts the checkpoint's dtype
     narrow = {name: value.bfloat16() for name, value in state.items()}
-    assert wrong(loaded(sharded(torch.bfloat16), state), narrow) == []
+    assert differing(loaded(sharded(torch.bfloat16), state), narrow) == []
 
     state = full_values(on_meta(Tied))  # it breaks ties
     model = loaded(fully_shard(on_meta(Tied), mesh=mesh(("all", 4))), state)
-    assert wrong(model, state) == []
+    assert differing(model, state) == []
     assert model.head.weight is model.embed.weight, "the tie is broken"
 
     state = full_values(on_meta(Rotary))  # it leaves buffers on meta that rank 0 has
     model = loaded(fully_shard(Rotary() if rank == 0 else on_meta(Rotary), mesh=mesh(("all", 4))), state)
-    assert wrong(model, state) == []
+    assert differing(model, state) == []
     assert torch.equal(model.inv_freq, Rotary().inv_freq), str(model.inv_freq)
     model = loaded(fully_shard(on_meta(Rotary), mesh=mesh(("all", 4))), state)  # as torch's, if no rank has them
     assert model.inv_freq.is_meta

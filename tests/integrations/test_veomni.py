@@ -24,14 +24,13 @@ from epload.core.pieces import Piece
 from epload.integrations import veomni
 from epload.integrations.veomni.converted import ConvertedCheckpoint
 from support import veomni_models
-from support.checks import as_bytes, local_of
-from support.drop_ins import full_state
-from support.findings import must_be_refused_by_all
+from support.checks import as_bytes, full_tensor, local_of
+from support.findings import differing, must_be_refused_by_all
 from support.models import Mlp, mesh, on_meta
 from support.on_ranks import on_ranks
 from support.pretrained import build, small_llama
 from support.shards import torch_chunk
-from support.veomni_models import WIDTH, FuseExperts, Model, differ, expected, sharded, store, write
+from support.veomni_models import WIDTH, FuseExperts, Model, expected, sharded, store, write
 
 
 def load(model: Any, path: Path, **options: Any) -> None:
@@ -96,7 +95,8 @@ def test_veomni_what_the_checkpoint_lacks_is_initialized(rank: int, tmp_path: Pa
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     model: Any = fully_shard(on_meta(lambda: peft.get_peft_model(small_llama(), config)), mesh=mesh(("all", 4)))
     load(model, tmp_path / "odd.safetensors", is_peft_model=True)
-    state, file = full_state(model), load_file(tmp_path / "odd.safetensors")
+    state = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
+    file = load_file(tmp_path / "odd.safetensors")
     for name, value in state.items():
         source = name.removeprefix("base_model.model.").replace(".base_layer", "")
         assert torch.equal(value, file.get(source, value)), f"{name} is not the file's"
@@ -136,7 +136,7 @@ def test_a_models_converter_makes_what_is_loaded(rank: int, tmp_path: Path) -> N
         model._checkpoint_conversion_mapping = renames
         reads = rank == 0 or options.get("readers", "one") != "one"
         load(model, tmp_path / folder if reads else tmp_path / "only rank 0 has it", **options)
-        assert differ(full_state(model), values) == [], (options, renames)
+        assert differing(model, values) == [], (options, renames)
 
 
 def store_without_an_expert(folder: Path) -> None:
@@ -178,10 +178,10 @@ def test_the_embeddings_are_tied_if_the_config_says_so(rank: int, tmp_path: Path
             values["head.weight"] = values["embed.weight"]
         of_two = sharded(on_meta(partial(Model, tie)))
         load(of_two, tmp_path / name)
-        assert differ(full_state(of_two), values) == [], f"{name}, tie={tie}, two of FSDP's"
+        assert differing(of_two, values) == [], f"{name}, tie={tie}, two of FSDP's"
         model = on_meta(partial(Model, tie))
         load(model, tmp_path / name)
-        assert differ(full_state(model), values) == [], f"{name}, tie={tie}, plain"
+        assert differing(model, values) == [], f"{name}, tie={tie}, plain"
         assert (model.head.weight is model.embed.weight) == bool(tie), f"{name}, tie={tie}"
 
 
@@ -248,7 +248,7 @@ def test_a_base_checkpoint_into_veomnis_own_lora(rank: int, tmp_path: Path) -> l
         if ".experts." in name:
             name += ".base_layer.weight"
         wanted[f"base_model.model.{name}"] = value
-    return differ(full_state(model), wanted)
+    return differing(model, wanted)
 
 
 # ---- the checkpoint that a converter makes: one pass over the files, one tensor at a time ----
@@ -333,7 +333,7 @@ def test_a_converter_is_one_for_epload_too(tmp_path: Path) -> None:
     values = expected(store(tmp_path))
     model = on_meta(Model)
     epload.load(model, converted(tmp_path), progress=False)
-    assert differ(model.state_dict(), values) == []
+    assert differing(model, values) == []
 
 
 def test_what_is_logged_has_no_credentials(caplog: pytest.LogCaptureFixture) -> None:

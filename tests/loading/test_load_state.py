@@ -19,7 +19,7 @@ import epload
 from epload.loading import values
 from support import ranks
 from support.checks import local_of
-from support.findings import must_be_refused_by_all
+from support.findings import differing_values, must_be_refused_by_all
 from support.on_ranks import on_ranks
 
 Training = tuple[nn.Module, torch.optim.Optimizer]
@@ -48,17 +48,6 @@ def state_of(training: Training) -> dict[str, Any]:
     return dict(zip(("model", "optimizer"), get_state_dict(*training), strict=True))
 
 
-def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    """Returns the names of what differs on this rank between two nested state dicts."""
-    a, b = (dcp._nested_dict.flatten_state_dict(state)[0] for state in (left, right))
-    assert a.keys() == b.keys()
-
-    def same(x: Any, y: Any) -> bool:
-        return torch.equal(local_of(x), local_of(y)) if isinstance(x, Tensor) else bool(x == y)
-
-    return [name for name in a if not same(a[name], b[name])]
-
-
 def resume(rank: int, folder: str, axes: tuple[int, ...], options: dict[str, bool], readers: str) -> None:
     first, again = build(axes, 1, **options), build(axes, 2, **options)
     train(first, range(2))
@@ -68,10 +57,10 @@ def resume(rank: int, folder: str, axes: tuple[int, ...], options: dict[str, boo
     state = {**state_of(again), "extra": {"epoch": 0, "names": [], "nothing": 1, "generator": rng}}
     report = epload.load_state(state, folder, readers=readers, progress=False)
     set_state_dict(*again, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    assert differing(state_of(again), state_of(first)) == []
+    assert differing_values(state_of(again), state_of(first)) == []
     for training in (first, again):
         train(training, range(2, 5))
-    assert differing(state_of(again), state_of(first)) == [], "after three more steps"
+    assert differing_values(state_of(again), state_of(first)) == [], "after three more steps"
     assert state["extra"].pop("generator") is rng, "filled in place"
     assert torch.equal(rng, extra.pop("generator"))
     assert state["extra"] == extra
@@ -93,7 +82,7 @@ def other_world(rank: int, folder: str) -> None:
     ours, theirs = (state_of(build((dist.get_world_size(),), 2)) for _ in range(2))
     dcp.load(theirs, checkpoint_id=folder)
     epload.load_state(ours, folder, strict=False, progress=False)
-    assert differing(ours, theirs) == []
+    assert differing_values(ours, theirs) == []
 
 
 class Harmful:
@@ -126,7 +115,7 @@ def test_mistakes_and_dicts(rank: int, tmp_path: Path) -> None:
     for more, options in ({}, {}), ({"b": 3}, {"strict": False}):
         state = {"a": {"w": torch.zeros(3), "lr": 1.0}, **more}
         report = epload.load_state(state, source, readers="one", progress=False, **options)
-        assert differing(state, {"a": {"w": torch.ones(3), "lr": 0.5}, **more}) == []
+        assert differing_values(state, {"a": {"w": torch.ones(3), "lr": 0.5}, **more}) == []
         assert report.missing_keys == [*more]
 
 

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM
 
 import epload
-from support.drop_ins import full_state
 from support.findings import differing, must_be_refused_by_all
 from support.on_ranks import on_ranks
 from support.pretrained import small_llama
@@ -98,7 +97,7 @@ def test_a_base_checkpoint_fills_the_originals_and_the_copies(rank: int, tmp_pat
         model = sharded("modules_to_save", tie)
         report = load_base(model, path, init_missing=zeros)
         assert [name for name in report.missing_keys if ".lora_" not in name] == report.unexpected_keys == []
-        state = full_state(model)
+        state = model.state_dict()
         wanted = {name: value for name, value in reference.state_dict().items() if ".lora_" not in name}
         assert differing({name: state[name] for name in wanted}, wanted) == [], f"tie={tie}"
 

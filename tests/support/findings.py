@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.checks import full_tensor, same_bits
+from support.checks import full_tensor, local_of, same_bits
 from support.failures import error_of
 
 
@@ -17,6 +17,17 @@ def differing(found: nn.Module | Mapping[str, Any], expected: nn.Module | Mappin
     ours, theirs = _tensors(found), _tensors(expected)
     both = [name for name in theirs if name in ours]
     return [*sorted(ours.keys() ^ theirs.keys()), *(name for name in both if not same_bits(ours[name], theirs[name]))]
+
+
+def differing_values(found: Any, expected: Any, name: str = "") -> list[str]:
+    """Returns what differs on this rank in two nested state dicts."""
+    if isinstance(expected, dict):
+        if list(found) != list(expected):
+            return [f"{name}: {list(found)}, not {list(expected)}"]
+        return [text for key in expected for text in differing_values(found[key], expected[key], f"{name}.{key}")]
+    a, b = local_of(found), local_of(expected)
+    same = same_bits(a, b) if isinstance(b, Tensor) else a == b
+    return [] if same else [f"{name}: {a!r}, not {b!r}"]
 
 
 def _tensors(side: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:

@@ -190,8 +190,3 @@ def sharded(model: Any) -> Any:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
-
-
-def differ(state: dict[str, Tensor], values: dict[str, Tensor]) -> list[str]:
-    """Names of the model's tensors that are not what they should be, bit for bit."""
-    return [name for name, tensor in state.items() if tensor.dtype != values[name].dtype or not torch.equal(tensor, values[name])]
