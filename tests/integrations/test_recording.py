@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from typing import Any
@@ -58,18 +58,27 @@ def test_autograd_modes(mode: Callable[[], Any]) -> None:
     assert sorted(box for _, box, _ in recording.constants) == [((i, i), (1, 1)) for i in range(3)]
 
 
+def in_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor() as threads:
+        return threads.submit(call).result()
+
+
 @each
 def in_threads(model: Loader, name: str, tensor: Tensor) -> None:
-    thread = threading.Thread(target=lambda: model.get_parameter(name).data.copy_(tensor))
-    thread.start()
-    thread.join()
+    in_thread(lambda: model.get_parameter(name).data.copy_(tensor))
+
+
+@each
+def while_another_model_runs(model: Loader, name: str, tensor: Tensor) -> None:
+    in_thread(lambda: nn.Linear(2, 2).register_buffer("cache", torch.zeros(2)))
+    model.get_parameter(name).data.copy_(tensor)
 
 
 def lookahead(model: Loader, weights: Weights) -> None:
     by_name(model, sorted(weights, key=lambda pair: pair[0], reverse=True))
 
 
-@pytest.mark.parametrize("load", [in_threads, lookahead])
+@pytest.mark.parametrize("load", [in_threads, while_another_model_runs, lookahead])
 def test_loaders_that_use_threads_or_take_all_tensors_first(load: Callable[..., Any]) -> None:
     recording = check_recording(lambda: Loader(load, a=(3, 4), b=(5,)), unique({"a": (3, 4), "b": (5,)}))
     assert recording.passed_through == {}
@@ -135,6 +144,9 @@ COMPUTED: dict[str, Callable[[Loader, Tensor], Any]] = {
     "a value of its own": lambda m, w: (m.p.data.copy_(w), m.p.data[1].copy_(torch.arange(4))),
     "the parameter's memory": lambda m, w: m.p.data.numpy().__setitem__(..., w.numpy()),
     "another parameter": lambda m, w: setattr(m, "p", nn.Parameter(w.clone(), requires_grad=False)),
+    "another parameter in a thread": lambda m, w: in_thread(
+        lambda: setattr(m, "p", nn.Parameter(w.clone(), requires_grad=False))
+    ),
     "other data": lambda m, w: setattr(m.p, "data", w.clone()),
 }
 

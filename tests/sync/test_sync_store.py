@@ -179,6 +179,24 @@ def receive_from_two(rank: int, meeting: Meeting) -> None:
         receiver.close()
 
 
+UNCLOSED = """
+import threading, epload, epload.core.threads, torch
+epload.core.threads._EXIT_SECONDS = 300.0
+model = torch.nn.Linear(2, 3)
+sender = epload.WeightSender(torch.nn.Linear(2, 3), "127.0.0.1:0", receivers=1)
+receiver = epload.WeightReceiver(model, sender.address, engine=epload.EngineRank("engine"))
+sending = threading.Thread(target=sender.send_weights, args=(1,))
+sending.start()
+receiver.receive_weights()
+sending.join()
+"""
+
+
+def test_a_process_ends_at_once_without_close() -> None:
+    """Its threads end, and are not waited for."""
+    subprocess.run([sys.executable, "-c", UNCLOSED], check=True, timeout=120)
+
+
 def send_one(rank: int, meeting: Meeting, name: str, version: int) -> None:
     model = build("plain", 1)
     write(model, version)

@@ -8,6 +8,7 @@ it is doing meanwhile goes on. If its next version begins to come, it stops send
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -101,6 +102,7 @@ class Offers:
             self._changed.notify()
         if self._thread is None and holders:
             self._thread = threads.start("epload-offers", self._run)
+            atexit.register(self._end)
 
     def withdraw(self, store: Store) -> Engines:
         """Called before the next version is sent: nobody starts to hand on the one before any more.
@@ -130,11 +132,15 @@ class Offers:
 
     def close(self) -> None:
         """Ends the thread."""
+        self._end()
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self._end)
+
+    def _end(self) -> None:
         with self._changed:
             self._offered, self._closed = None, True
             self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
 
     @on_cpu
     def _run(self) -> None:

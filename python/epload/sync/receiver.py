@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -122,6 +123,7 @@ class WeightReceiver(Endpoint):
         self._joining = Joining(self._store, self._rendezvous, self._timeout)
         # Also if nobody calls close(): else the sender would wait for this rank.
         self._leave = weakref.finalize(self, _leave, self._rendezvous, self._holder, self._store, os.getpid())
+        atexit.register(self._leave)  # which ends threads before they are waited for; finalizers run after that
         self._arrival: Arrival | None = None
         """Holds the version that was received last, with ``stage="device"``."""
         self._receiving = threading.Lock()
@@ -417,6 +419,7 @@ class WeightReceiver(Endpoint):
         self._holder.release()
         super().close()
         self._leave()
+        atexit.unregister(self._leave)
 
 
 def _leave(rendezvous: ReceiverRendezvous, holder: Holder, store: Store, process: int) -> None:

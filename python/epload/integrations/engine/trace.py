@@ -8,6 +8,7 @@ or joined from several, has none.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -114,6 +115,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def run(self, load_weights: LoadWeights) -> None:
         """Raises what ``load_weights`` raises, and RuntimeError where it does what cannot be traced."""
+        self._thread = threading.get_ident()
         with ExitStack() as stack:
             for register in (
                 torch_module.register_module_parameter_registration_hook,
@@ -136,7 +138,8 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return RuntimeError(reason)
 
     def _reject_registration(self, module: Any, name: str, value: Any) -> None:
-        raise self.reject(f"it replaces {name} of a {type(module).__name__}")
+        if threading.get_ident() == self._thread or isinstance(value, _FakeTensor):  # other threads may run other modules
+            raise self.reject(f"it replaces {name} of a {type(module).__name__}")
 
     def check_access(self, func: Any, tensor: Tensor) -> None:
         """Raises RuntimeError if an access that is not an operation concerns a fake tensor or memory of the model."""
