@@ -12,7 +12,7 @@ namespace epload {
 using Ranks = std::vector<int64_t>;
 using Nodes = std::vector<Ranks>; // the ranks of each node
 
-// How a bucket gets to the ranks of all nodes; see planning/algorithms.py. schedule.cpp lists them, with their steps.
+// How a bucket gets to the ranks of all nodes; see planning/schedule.py. schedule.cpp lists them, with their steps.
 enum class Algorithm : int;
 
 Algorithm algorithm_of(const std::string& name);
