@@ -145,6 +145,11 @@ def test_some_tensors_are_not_filled_where_others_hold_no_values() -> None:
         load(model, A, mapping=Mapping(only=(("a.weight", "nope"),)))
     load(model, {"a.weight": torch.zeros(2, 2)}, mapping=only)
     assert not model.a.weight.any()
+    both = {"a.weight": torch.ones(2, 2), "written.weight": torch.zeros_like(model.written.weight)}
+    kept = model.written.weight.detach().clone()
+    assert load(model, both, mapping=only).unexpected_keys == ["written.weight"]
+    assert model.a.weight.all()
+    assert torch.equal(model.written.weight, kept)
 
 
 class Two(nn.Module):

@@ -28,7 +28,8 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 import epload
 from epload import ModelMismatch
 from epload.cli.main import main
-from epload.mapping import Concatenate, Convert, Mapping, Quantize, Reshape
+from epload.mapping import Concatenate, Convert, Mapping, Quantize, Reshape, Transpose
+from epload.mapping.quantized_targets import quantize_blocks
 from support import fp8, quantized
 from support.accelerator import DEVICE, SEMANTICS
 from support.checks import local_of
@@ -90,7 +91,7 @@ def pairs() -> list[tuple[str, list[str]]]:
 
 def save_sources(folder: Path) -> None:
     masters = {name: tensor.contiguous() for name, tensor in Trainer().state_dict().items()}
-    for name, tensors in {"masters": masters, "mapped": mapped(), "one": {"w": one_scale()}}.items():
+    for name, tensors in {"masters": masters, "mapped": mapped(), "one": {"w": one_scale()}, "turned": {"q": turned()}}.items():
         save_file(tensors, folder / f"{name}.safetensors")
 
 
@@ -130,6 +131,11 @@ def one_scale() -> Tensor:
     return torch.arange(240).reshape(6, 40).to(torch.bfloat16)
 
 
+def turned() -> Tensor:
+    """A weight whose largest values are on the first rank."""
+    return torch.arange(512 * 512, 0, -1).reshape(512, 512).to(torch.bfloat16)
+
+
 def mapped() -> dict[str, Tensor]:
     """A checkpoint whose tensors are fused, transposed and reshaped in the model."""
     file = fp8.checkpoint()
@@ -143,7 +149,13 @@ def test_what_the_model_has_in_another_form_is_quantized_as_it_is_stored(rank: i
     epload.load(model, mapped(), mapping=fp8.MAPPING, progress=False)
     flat = fully_shard(nn.ParameterDict({"flat": one_scale().flatten()}), mesh=mesh(("all", 4)))
     as_flat = Mapping(converts=(Convert(("^w$",), ("flat",), (Reshape((-1,)),)),))
+    # Each rank has several boxes of a weight, and several empty parts.
+    rotated = fully_shard(nn.ParameterDict({"turned": turned().reshape(8, 32, 2, 512).transpose(1, 2).reshape(512, 512)}))
+    permute = Mapping(
+        converts=(Convert(("^q$",), ("turned",), (Reshape((8, 32, 2, 512)), Transpose(1, 2), Reshape((512, 512)))),)
+    )
     for name, source, each, mapping, kind, pattern in (
+        ("turned", {"q": turned()}, rotated, permute, "128 x 128", "^q$"),
         ("mapped", mapped(), model, fp8.MAPPING, "128 x 128", "weight$"),
         ("one", {"w": one_scale()}, flat, as_flat, "one", "^w$"),
     ):
@@ -224,6 +236,15 @@ def test_saved_converted_and_loaded_are_the_same_and_dequantize_as_in_transforme
             if tensor.dtype == FP8:
                 tensors |= reference(name, tensors[name], BLOCKS)
         assert_same(dict(fused.state_dict()), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_row_is_quantized_as_the_whole_weight(dtype: torch.dtype) -> None:
+    """One scale does not count less in the dtype of a quotient than several."""
+    of_rows = Quantize(FORMATS["channel"], weights=(".",)).format
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = [quantize_blocks(row, of_rows)[0] for row in weight.split(1)]
+    assert torch.equal(as_bits(quantize_blocks(weight, of_rows)[0]), as_bits(torch.cat(rows)))
 
 
 def test_scales_do_not_depend_on_the_default_dtype(tmp_path: Path) -> None:

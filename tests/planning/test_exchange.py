@@ -20,12 +20,14 @@ from epload.core import dtypes, placement
 from epload.core.placement import Layout, Placement, Sharded, box_slices, owned_intervals, owned_regions
 from epload.core.views import Assembly, Shape, View, reshape, transpose
 from epload.errors import ModelMismatch
+from epload.mapping import Convert, Reshape, Transpose
+from epload.mapping.place import place
 from epload.model.targets import Targets
 from epload.native import ops
 from epload.planning import exchange, schedule
 from epload.planning.choose import MAX_FILE_READS, SMALL_BYTES, choose_readers
 from epload.planning.exchange import plan_exchange
-from epload.planning.holdings import Holdings, Share, full_holdings, local_views
+from epload.planning.holdings import Holdings, Share, copies_of_box, full_holdings, holdings_of_targets, local_views
 from epload.planning.plan import make_plan
 from epload.planning.pulls import Strided
 from epload.planning.streams import Members
@@ -337,3 +339,23 @@ def test_small_shards_are_read_by_every_rank(objects: bool) -> None:
 def test_one_reads_what_others_may_not_see() -> None:
     readers, reason = choose_readers(64 * GB, sharded(2, 2), all_read=False, objects=False, src=3)
     assert (readers, reason) == ("one", "auto -> one: only rank 3 is known to have the checkpoint")
+
+
+def test_parts_of_strewn_rows_are_found_by_where_they_begin() -> None:
+    """As in a receiver whose model has rows of a checkpoint's tensor apart. All parts are not searched."""
+    steps = Reshape((3, 20, 2, 5)), Transpose(1, 2), Reshape((3, 40, 5))
+    placed = place(Mapping(converts=(Convert(("^w$",), ("t",), steps),)), ["w"], [(3, 40, 5)], {"t": (3, 40, 5)})
+    targets = Targets(["t"], layout=[0], dtypes=[torch.float32], layouts=[Layout((3, 40, 5), (), ())], coordinates=[()])
+    targets.index["t"] = 0
+    holdings = holdings_of_targets([(3, 40, 5)], targets, placed)
+    assert len(holdings.parts[0]) > 16
+    for box in product(*(boxes_along(length) for length in (3, 40, 5))):
+        start, size = zip(*box, strict=True)
+        near = copies_of_box((start, size), holdings, 0, torch.float32, once=False)
+        with mock.patch.object(Holdings, "parts_near", lambda self, number, _: self.parts[number]):
+            assert copies_of_box((start, size), holdings, 0, torch.float32, once=False) == near
+        assert sum(prod(copy[4 + holdings.dims :][: copy[3]]) for copy in near) == prod(size)
+
+
+def boxes_along(length: int) -> list[tuple[int, int]]:
+    return [(0, length), (0, 1), (length - 1, 1), (length // 3, length // 2 + 1)]

@@ -223,6 +223,23 @@ def test_a_store_ends_with_its_group(tmp_path: Path) -> None:
     ranks.run(2, load_and_destroy, tmp_path)
 
 
+@on_ranks(2)
+def test_a_child_of_a_fork_takes_no_part_of_its_parent(rank: int) -> None:
+    """Its calls would have the numbers of the parent's next ones, and decide their outcome."""
+    model, state = torch.nn.Linear(3, 2), {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    loader = HierarchicalLoader(progress=False)
+    loader.load(model, state)
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            code = int("was forked from rank" not in error_of(lambda: loader.load(model, state)))
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    loader.load(model, state)
+    load(model, state, progress=False)
+
+
 RUNS = 4
 APART = 0.02  # seconds between the two threads, which is less than a load takes
 WAYS = ("one loader", "one topology", "two topologies", "loaders made in the threads", "topologies made in the threads")

@@ -89,6 +89,9 @@ class _Placer:
     """Places the tensors of one checkpoint in one model, whose names lack wrappers here. Runs once."""
 
     def __init__(self, mapping: Mapping, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]) -> None:
+        if mapping.only:
+            listed = {name for _, name in mapping.only}
+            targets = {name: shape for name, shape in targets.items() if name in listed}
         self.mapping, self.names, self.shapes, self.targets = mapping, names, shapes, targets
         inner = apply_renames(mapping.aliases, targets)
         self.model_name = dict(zip(inner, targets, strict=True))

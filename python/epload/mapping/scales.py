@@ -192,7 +192,7 @@ def stack_alike(scalings: Iterable[tuple[Scaling, torch.dtype]]) -> list[list[Sc
     for scaling, dtype in rows:
         _, view, shape, blocks, _, first, counts = scaling
         alike = uses[scaling.scale] == 1 and 0 not in view.size and _keeps_blocks(view, shape)
-        groups[(view[1:], shape, blocks, first, counts, dtype) if alike else scaling].append(scaling)
+        groups[(view[1:], shape, blocks, first, counts, dtype) if alike else object()].append(scaling)
     batches = []
     for group in groups.values():
         count = max(1, _PIECE_ELEMENTS // max(1, prod(group[0].view.size)))
@@ -412,9 +412,10 @@ def _pieces(scaling: Scaling, local: Tensor) -> Iterator[View]:
 
 
 def _expand(factors: Tensor, scaling: Scaling, view: View) -> Tensor:
-    """Returns the factor of each element of a view, in its shape, or the only one, out of the factors that this rank has."""
+    """Returns the factor of each element of a view, in its shape, or the only one, in as many dims, out of those that this rank
+    has."""
     if factors.numel() == 1:
-        return factors.reshape(())
+        return factors.reshape((1,) * len(view.size))  # no dims would not count in the dtype of a product
     box, runs = _span(view, scaling.shape)
     for dim, (begin, n, block, first) in enumerate(zip(*box, scaling.blocks, scaling.first, strict=True)):
         index = torch.arange(begin, begin + n, device=factors.device) // block - first

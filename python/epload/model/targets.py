@@ -296,8 +296,9 @@ def _memory_of(local: Tensor, tensor: Tensor, overlap: bool) -> object:
     ``overlap``: whether any may share some."""
     if not _is_dense(local):
         return None
-    if not local.numel():  # a shard without elements, whose address says nothing
-        return (storage_of(local), local.shape, local.dtype) if tensor.numel() else None
+    if not local.numel():  # a shard without elements, whose address says nothing, nor a storage that is more than the tensor
+        own = tensor.numel() > 0 and local.untyped_storage().nbytes() <= tensor.numel() * tensor.itemsize
+        return (storage_of(local), tensor.shape, local.shape, local.dtype) if own else None
     return (local.data_ptr(), local.shape, local.stride(), local.dtype) if overlap and local.data_ptr() else None
 
 

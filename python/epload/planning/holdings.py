@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +25,8 @@ from epload.core.views import Shape, View
 from epload.mapping.place import Place
 from epload.model.targets import Targets
 
+_FEW_PARTS = 16
+"""Parts of a class that are all looked at for each box."""
 NO_PART = -1
 """The class of a tensor of which a rank has nothing."""
 LocalView = tuple[int, View]
@@ -123,6 +126,29 @@ class Holdings:
     def part_of_box(self) -> tuple[dict[Box, Part], ...]:
         """The first part of each class that is a box. There are thousands where a tensor's rows are strewn over local ones."""
         return tuple({part.box: part for part in reversed(parts)} for parts in self.parts)
+
+    @cached_property
+    def _along(self) -> dict[int, tuple[int, list[int], list[int], int]]:
+        """For each class of many parts: the dim along which most begin apart, where they begin there and their numbers,
+        both in that order, and the size of the longest."""
+        index = {}
+        for number, parts in enumerate(self.parts):
+            if len(parts) > _FEW_PARTS and parts[0].box[0]:
+                starts = list(zip(*(part.box[0] for part in parts), strict=True))
+                dim = max(range(len(starts)), key=lambda dim: len({*starts[dim]}))
+                order = sorted(range(len(parts)), key=starts[dim].__getitem__)
+                index[number] = dim, [starts[dim][i] for i in order], order, max(part.box[1][dim] for part in parts)
+        return index
+
+    def parts_near(self, number: int, box: Box) -> Iterable[Part]:
+        """Returns the parts of a class that may have elements in a box, in their order: of thousands, as where rows are strewn,
+        not all are looked at for each box."""
+        parts = self.parts[number]
+        if number not in self._along:
+            return parts
+        dim, starts, order, longest = self._along[number]
+        begin, end = box[0][dim], box[0][dim] + box[1][dim]
+        return [parts[i] for i in sorted(order[bisect_right(starts, begin - longest) : bisect_left(starts, end)])]
 
     @cached_property
     def dims(self) -> int:
@@ -302,7 +328,7 @@ def copies_of_box(
     if number == NO_PART:
         return copies
     exact = holdings.part_of_box[number].get(box) if once else None
-    for part in [exact] if exact is not None else holdings.parts[number]:
+    for part in [exact] if exact is not None else holdings.parts_near(number, box):
         if (shared := intersect(box, part.box)) is None:
             continue
         at = offset + sum((a - b) * stride for a, b, stride in zip(shared[0], start, strides, strict=True))

@@ -8,6 +8,7 @@ failed.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -75,6 +76,7 @@ class Control(Rounds):
         self.succeeded = False
         """True if this rank has come through the last round of the load."""
         self._numbers = count(1)
+        self._process = os.getpid()
         self.rejoined = 0
         """Number of calls in which ranks came together again after one had missed a call. What they made together before that is
         no longer the same on all."""
@@ -87,7 +89,15 @@ class Control(Rounds):
         self.watch = Watch(self, self.fail)
 
     def next_load(self) -> int:
-        """Returns the number of the next load. Every rank takes one for each load, also for one that it refuses. Thread-safe."""
+        """Returns the number of the next load. Every rank takes one for each load, also for one that it refuses. Thread-safe.
+
+        Raises LoadError in a child that the rank's process has forked: both would take the same number.
+        """
+        if self.store is not None and os.getpid() != self._process:
+            raise LoadError(
+                f"process {os.getpid()} was forked from rank {self.rank}, whose part it cannot take: call epload in process "
+                f"{self._process}, or call init_process_group() and make a topology in a process started by spawn"
+            )
         return next(self._numbers)
 
     def begin(self, timeout: timedelta | None = None, number: int | None = None) -> None:
