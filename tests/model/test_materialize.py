@@ -65,8 +65,9 @@ class Plain(Tied):
 
 
 def by_layer() -> nn.Module:
-    """The tied bias lies in two modules, so they are one group."""
+    """The tied bias lies in two modules, so they are one group; a module without parameters has none."""
     model = on_meta(Tied)
+    model.nothing = fully_shard(nn.Sequential())
     fully_shard(model.layers[0])
     return fully_shard(model)
 

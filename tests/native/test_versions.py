@@ -1,60 +1,16 @@
-"""Supported versions of torch and Python: one answer everywhere, and what differs between torch versions."""
+"""Supported versions of torch and Python: one answer everywhere."""
 
 from __future__ import annotations
 
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from epload.mapping.transformers import SUPPORTED
-from epload.model import materialize
-from epload.model.modules import Modules
-from epload.model.targets import collect
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def alone() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("private", [True, False])
-def test_one_parameter_group_and_no_list(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDPState as torch 2.11 has it: one parameter group, or none, and no list of them."""
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
-    fully_shard(model[0])
-    fully_shard(model)
-    expected = Modules(model).fsdp_parameters
-    states = {id(module): module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
-    fully_shard(extra := nn.Sequential())  # of no parameters, and so of no group
-    states[id(extra)] = extra._get_fsdp_state()
-    targets = collect(model)  # asks torch's own code to reshard
-    old = {key: SimpleNamespace(_fsdp_param_group=state._fsdp_param_group) for key, state in states.items()}
-    state_of = FSDPModule._get_fsdp_state  # of models that other tests have left
-    monkeypatch.setattr(FSDPModule, "_get_fsdp_state", lambda module: old.get(id(module)) or state_of(module))
-    assert len(expected) == 3
-    assert list(map(id, Modules(model).fsdp_parameters)) == list(map(id, expected))
-    assert Modules(extra).fsdp_parameters == []
-    if not private:
-        monkeypatch.undo()  # here torch's own code asks for the state
-    materialize.materialize(model, targets, torch.device("cpu"), private)
-    monkeypatch.undo()
-    found = {id(each.sharded_param): each for each in Modules(model).fsdp_parameters}
-    assert set(found) == set(map(id, model.parameters()))
-    assert {each.sharded_param.to_local().device.type for each in found.values()} == {"cpu"}
 
 
 def minors(text: str, pattern: str) -> list[str]:
