@@ -29,6 +29,7 @@ from epload.sync import changes_route, participants, store
 from epload.sync.committed import CommittedTensors
 from epload.sync.generation import Generation
 from epload.sync.node_version import NodeVersion
+from epload.sync.pulling import Puller, SenderMemory
 from epload.sync.targets import ModelTarget
 from epload.transfer.engine import Engine
 from support import fakedev
@@ -44,24 +45,42 @@ TIMEOUT = 60.0
 
 
 @contextmanager
-def at_second_wave(act: Callable[[], None]) -> Iterator[None]:
-    """Acts before a wave is moved."""
-    move = Engine._move
+def acting_at(step: str, act: Callable[[], None]) -> Iterator[None]:
+    """Acts before the second wave is moved; or, where versions are pulled, before the first allocation is opened, or once the
+    copies are queued."""
+    move, copying, opens = Engine._move, Puller.copying, SenderMemory.allocation
 
     def moved(self: Engine, wave: Wave) -> bool:
         if wave.index == 1:
             act()
         return move(self, wave)
 
-    with mock.patch.object(Engine, "_move", moved):
+    @contextmanager
+    def copied(self: Puller, *args: Any) -> Iterator[None]:
+        with copying(self, *args):
+            act()
+            yield
+
+    def opened(self: Any, *args: Any) -> Any:
+        act()
+        return opens(self, *args)
+
+    steps = {
+        "moved": (Engine, "_move", moved),
+        "copied": (Puller, "copying", copied),
+        "opened": (SenderMemory, "allocation", opened),
+    }
+    with mock.patch.object(*steps[step]):
         yield
 
 
-def jobs_of(semantics: str, stage: str, train: tuple[Any, ...], *plans: list[str], dies: bool = False) -> list[Job]:
+def jobs_of(
+    semantics: str, stage: str, train: tuple[Any, ...], *plans: list[str], dies: bool = False, step: str = "moved"
+) -> list[Job]:
     """A trainer, with arguments of ``trainer``, and engines with these plans. ``dies``: the trainer's last rank does."""
     where = DEVICE if semantics else "cpu"
-    setup = partial(fakedev.setup, semantics, shares=False) if semantics else None
-    receives = partial(engine, world=1, stage=stage, where=where, acting=at_second_wave)
+    setup = partial(fakedev.setup, semantics, shares=step != "moved") if semantics else None
+    receives = partial(engine, world=1, stage=stage, where=where, acting=partial(acting_at, step))
     jobs = [Job(train[0], partial(trainer, where=where, dies=dies), train, (1,) if dies else (), setup)]
     for name, plan in zip("ab", plans, strict=False):
         dying = (0,) if plan[-1].startswith("die") else ()
@@ -70,20 +89,18 @@ def jobs_of(semantics: str, stage: str, train: tuple[Any, ...], *plans: list[str
 
 
 @pytest.mark.parametrize(
-    ("semantics", "stage", "dies"),
+    ("semantics", "stage", "dies", "step"),
     [
-        ("", "host", True),
-        ("", "none", True),
-        ("", "none", False),
-        ("nccl", "none", True),
-        ("hccl", "host", True),
-        ("nccl", "none", False),
+        ("", "host", True, "moved"), ("", "none", True, "moved"), ("", "none", False, "moved"), ("nccl", "none", True, "moved"),
+        ("hccl", "host", True, "moved"), ("nccl", "none", False, "moved"), ("nccl", "host", True, "opened"),
+        ("nccl", "none", True, "copied"), ("nccl", "none", False, "opened"), ("nccl", "host", False, "copied"),
+        ("nccl", "device", False, "copied"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.usefixtures("fake_device")
-def test_a_receiver_that_fails_is_named_and_the_others_go_on(semantics: str, stage: str, dies: bool) -> None:
+def test_a_receiver_that_fails_is_named_and_the_others_go_on(semantics: str, stage: str, dies: bool, step: str) -> None:
     plan = ["", "die"] if dies else ["", "fail", ""]
-    sent, left, other = run(jobs_of(semantics, stage, (2, 2, 3, {}), ["", "", ""], plan))
+    sent, left, other = run(jobs_of(semantics, stage, (2, 2, 3, {}), ["", "", ""], plan, step=step))
     (_, (text, seconds), _) = sent[0]
     assert [bool(error) for error, _ in sent[0]] == [False, True, False]
     if dies:
@@ -93,17 +110,23 @@ def test_a_receiver_that_fails_is_named_and_the_others_go_on(semantics: str, sta
         assert "a broken receiver" in text
         assert other[0][1:] == left[0][1:]
     assert text == sent[1][1][0] == left[0][1][0]
-    after = (1, False) if stage == "host" else (None, True)
+    after = (None, True) if stage == "none" else (1, False)
     assert [state for _, *state in left[0]] == [[1, False], [*after], [3, False]], "the next version repairs a torn one"
     assert seconds < 30
 
 
-@pytest.mark.parametrize(("semantics", "stage"), [("", "host"), ("", "none"), ("nccl", "none"), ("hccl", "host")])
+@pytest.mark.parametrize(
+    ("semantics", "stage", "step"),
+    [
+        ("", "host", "moved"), ("", "none", "moved"), ("nccl", "none", "moved"), ("hccl", "host", "moved"),
+        ("nccl", "host", "opened"), ("nccl", "none", "copied"),
+    ],
+)  # fmt: skip
 @pytest.mark.usefixtures("fake_device")
-def test_a_trainer_that_is_killed_leaves_the_version_before(semantics: str, stage: str) -> None:
-    sent, left = run(jobs_of(semantics, stage, (2, 1, 2, {}), ["", "tell"], dies=True))
+def test_a_trainer_that_is_killed_leaves_the_version_before(semantics: str, stage: str, step: str) -> None:
+    sent, left = run(jobs_of(semantics, stage, (2, 1, 2, {}), ["", "tell"], dies=True, step=step))
     text = sent[0][1][0]
-    assert names_culprit(text, "1")
+    assert names_culprit(text, "1") or (step != "moved" and "memory of rank 1 cannot be opened, as if it had ended" in text)
     assert left[0][1] == (text, *((1, False) if stage == "host" else (None, True)))
 
 
@@ -122,7 +145,7 @@ def send_and_leave(rank: int, meeting: Meeting) -> str:
 
 def receive_slowly(rank: int, meeting: Meeting) -> int:
     """The sender's ranks wait so long for the last round that they seldom ask how it has ended."""
-    with many_waves(), at_second_wave(partial(time.sleep, 1.0)), receiving(meeting, build("plain", 1)) as receiver:
+    with many_waves(), acting_at("moved", partial(time.sleep, 1.0)), receiving(meeting, build("plain", 1)) as receiver:
         return take(receiver).version
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,14 +12,13 @@ import pytest
 import torch
 
 from epload.native import ops
-from epload.sync.pulling import Puller, SenderMemory
 from epload.transfer.context import TransferContext
 from support import fakedev
 from support.accelerator import DEVICE
 from support.device_syncs import CCL, move_to_cpu, receive_late, send_late, send_versions
 from support.jobs import Job, Meeting, run
-from support.small_syncs import many_waves, names_culprit, outcome, receiving, trainer
-from support.sync_jobs import VERSIONS, engine, receive, send
+from support.small_syncs import many_waves, outcome, receiving
+from support.sync_jobs import VERSIONS, receive, send
 from support.synced_models import SHAPES, build
 
 pytestmark = pytest.mark.usefixtures("fake_device")
@@ -134,65 +132,6 @@ def test_memory_that_cannot_be_opened_any_more(between: Any, transport: str) -> 
     jobs.append(Job(1, partial(into_device, stage="device"), ("plain", 1), setup=setup))
     for (reports,) in run(jobs):
         assert [report.transport for report in reports] == ["ipc", transport, transport]
-
-
-@contextmanager
-def acting_at(step: str, act: Callable[[], None]) -> Iterator[None]:
-    """Acts before the first allocation is opened, or once the copies are queued."""
-    copying, opens = Puller.copying, SenderMemory.allocation
-
-    @contextmanager
-    def copied(self: Puller, *args: Any) -> Iterator[None]:
-        with copying(self, *args):
-            act()
-            yield
-
-    def opened(self: Any, *args: Any) -> Any:
-        act()
-        return opens(self, *args)
-
-    copies = mock.patch.object(Puller, "copying", copied)
-    with copies if step == "copied" else mock.patch.object(SenderMemory, "allocation", opened):
-        yield
-
-
-def pulls(rank: int, meeting: Meeting, stage: str, step: str, plan: list[str]) -> Any:
-    return engine(rank, meeting, f"{os.getpid()}", 1, plan, stage, DEVICE, partial(acting_at, step))
-
-
-@pytest.mark.parametrize(
-    ("dies", "step", "stage"),
-    [
-        (True, "opened", "host"), (True, "copied", "none"), (False, "opened", "none"), (False, "copied", "host"),
-        (False, "copied", "device"),
-    ],
-)  # fmt: skip
-def test_a_receiver_that_fails_at_any_step(dies: bool, step: str, stage: str) -> None:
-    jobs = [
-        Job(2, trainer, (2, 2, 3, {}, DEVICE), setup=setup),
-        Job(1, pulls, (stage, step, ["", "", ""]), setup=setup),
-        Job(1, pulls, (stage, step, ["", "die" if dies else "fail", ""]), dying=(0,) if dies else (), setup=setup),
-    ]
-    sent, left, other = run(jobs)
-    assert [bool(text) for text, _ in sent[0]] == [False, True, False]
-    text, seconds = sent[0][1]
-    assert names_culprit(text, "[23]") if dies else "a broken receiver" in text
-    assert text == sent[1][1][0] == left[0][1][0]
-    assert seconds < 30
-    after = (1, False) if stage != "none" else (None, True)
-    assert left[0][1][1:] == after
-    assert left[0][2] == ("", 3, False)
-    if not dies:
-        assert other[0][1:] == [(text, *after), ("", 3, False)]
-
-
-@pytest.mark.parametrize(("step", "stage"), [("opened", "host"), ("copied", "none")])
-def test_a_trainer_that_is_killed_at_any_step(step: str, stage: str) -> None:
-    jobs = [Job(2, trainer, (2, 2, 2, {}, DEVICE, True), dying=(1,), setup=setup)]
-    sent, left, _ = run(jobs + 2 * [Job(1, pulls, (stage, step, ["", "tell"]), setup=setup)])
-    text = sent[0][1][0]
-    assert names_culprit(text, "1") or "memory of rank 1 cannot be opened, as if it had ended" in text
-    assert left[0][1] == (text, *((1, False) if stage != "none" else (None, True)))
 
 
 def receive_flipped(rank: int, meeting: Meeting, pulls: bool) -> str:
