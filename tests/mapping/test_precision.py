@@ -19,7 +19,7 @@ from transformers import AutoConfig, DeepseekV3ForCausalLM, PreTrainedModel, Res
 
 import epload
 from support import ranks
-from support.families import FAMILIES, shard
+from support.families import FAMILIES, save, shard
 from support.findings import differing, must_be_refused_by_all
 from support.jobs import Job, Meeting, run
 from support.sync_jobs import send_model
@@ -39,32 +39,14 @@ def deberta() -> PreTrainedModel:
     return transformers.DebertaForMaskedLM(config)
 
 
-def family(name: str) -> PreTrainedModel:
-    return FAMILIES[name].auto_class.from_config(FAMILIES[name].config(), dtype=torch.float32)
-
-
 # Keeps a persistent buffer, and from transformers 5.24 on a trainable router.
-deepseek = partial(family, "deepseek_v3")
+deepseek = FAMILIES["deepseek_v3"].make
 # Keeps trainable routers, and frozen biases.
-ernie = partial(family, "ernie4_5_moe")
+ernie = FAMILIES["ernie4_5_moe"].make
 # Keeps trainable projections, under float16 only.
-t5 = partial(family, "t5")
+t5 = FAMILIES["t5"].make
 Make = Callable[[], PreTrainedModel]
 KEPT = (deepseek, ernie, t5)
-
-
-def saved(folder: Path, make: Make, dtype: str) -> str:
-    """A float32 checkpoint whose values float16 and bfloat16 cannot hold, of a model of the given dtype."""
-    torch.manual_seed(0)
-    model = make().float()
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if tensor.is_floating_point():
-                tensor.copy_(torch.randn(tensor.shape) * 0.1)
-    model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
-    return str(folder)
 
 
 def on_meta(folder: str, dtype: torch.dtype | None = None) -> Any:
@@ -78,7 +60,7 @@ def on_meta(folder: str, dtype: torch.dtype | None = None) -> Any:
 def test_buffers_with_storage_beside_parameters_on_meta(dtype: torch.dtype | None, tmp_path: Path) -> None:
     """A buffer that neither the checkpoint nor the class has is left as it is."""
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])
-    folder = saved(tmp_path, lambda: ResNetModel(config), "float32")
+    folder = save(tmp_path, lambda: ResNetModel(config), "float32")
     with init_empty_weights():
         model = ResNetModel(config)
     norm = model.get_submodule("embedder.embedder.normalization")
@@ -102,7 +84,7 @@ def test_buffers_with_storage_beside_parameters_on_meta(dtype: torch.dtype | Non
 @pytest.mark.parametrize("built_as", [None, torch.float32])
 def test_one_process(make: Make, dtype: str, built_as: torch.dtype | None, tmp_path: Path) -> None:
     """Both a model of that dtype, and one of float32 that is loaded with ``dtype=``."""
-    folder = saved(tmp_path, make, dtype)
+    folder = save(tmp_path, make, dtype)
     model = on_meta(folder, built_as)
     requested = None if built_as is None else getattr(torch, dtype)
     expected = type(model).from_pretrained(folder, dtype=getattr(torch, dtype))
@@ -119,7 +101,7 @@ def test_one_process(make: Make, dtype: str, built_as: torch.dtype | None, tmp_p
 
 
 def test_an_explicit_pattern_rounds(tmp_path: Path) -> None:
-    folder = saved(tmp_path, ernie, "bfloat16")
+    folder = save(tmp_path, ernie, "bfloat16")
     model = on_meta(folder)
     report = epload.load(model, folder, dtype={r"gate\.weight$": torch.bfloat16}, progress=False)
     dtypes = {name: t.dtype for name, t in model.state_dict().items()}
@@ -129,7 +111,7 @@ def test_an_explicit_pattern_rounds(tmp_path: Path) -> None:
 
 
 def test_storage_of_another_dtype_is_filled_with_a_warning(tmp_path: Path) -> None:
-    folder = saved(tmp_path, deepseek, "bfloat16")
+    folder = save(tmp_path, deepseek, "bfloat16")
     model = deepseek().to(torch.bfloat16)
     report = epload.load(model, folder, progress=False)
     assert "e_score_correction_bias" in " ".join(report.warnings)
@@ -140,7 +122,7 @@ def test_storage_of_another_dtype_is_filled_with_a_warning(tmp_path: Path) -> No
 
 
 def test_a_model_inside_another(tmp_path: Path) -> None:
-    folder = saved(tmp_path, deepseek, "bfloat16")
+    folder = save(tmp_path, deepseek, "bfloat16")
     outer = nn.Module()
     outer.policy = on_meta(folder)
     state = {f"policy.{name}": value for name, value in load_file(f"{folder}/model.safetensors").items()}
@@ -155,7 +137,7 @@ def test_a_model_inside_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize("active", ["first", "second", ""])
 def test_copies_of_kept_modules_are_kept_too(active: str, tmp_path: Path) -> None:
     """PEFT trains a copy of each module in ``modules_to_save`` for each adapter, and computes with the original if none is."""
-    folder = saved(tmp_path / "float32", ernie, "float32")
+    folder = save(tmp_path / "float32", ernie, "float32")
     model = on_meta(folder, torch.float32)
     config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["gate"])
     with torch.device("meta"):
@@ -208,7 +190,7 @@ def trained(rank: int, folder: str, in_its_group: bool) -> None:
     ("make", "dtype", "in_its_group"), [(deepseek, "bfloat16", False), (ernie, "bfloat16", True), (t5, "float16", True)]
 )
 def test_a_forward_and_a_backward(make: Make, dtype: str, in_its_group: bool, tmp_path: Path) -> None:
-    ranks.run(2, trained, saved(tmp_path, make, dtype), in_its_group)
+    ranks.run(2, trained, save(tmp_path, make, dtype), in_its_group)
 
 
 # ---- saves and syncs ----
@@ -218,7 +200,7 @@ def test_a_forward_and_a_backward(make: Make, dtype: str, in_its_group: bool, tm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_saves_and_conversions(make: Make, dtype: torch.dtype, tmp_path: Path) -> None:
     """Loads of a save and of a conversion give what ``from_pretrained`` makes of the original checkpoint."""
-    folder, kind = saved(tmp_path / "float32", make, "float32"), type(make())
+    folder, kind = save(tmp_path / "float32", make, "float32"), type(make())
     epload.save(kind.from_pretrained(folder), tmp_path / "saved", dtype=dtype)
     epload.convert(folder, tmp_path / "converted", dtype=dtype, files=[f"{folder}/config.json"])
     expected = kind.from_pretrained(folder, dtype=dtype)
@@ -233,7 +215,7 @@ def test_saves_and_conversions(make: Make, dtype: torch.dtype, tmp_path: Path) -
 
 
 def test_a_save_in_a_wider_dtype(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "bfloat16", deepseek, "bfloat16")
+    folder = save(tmp_path / "bfloat16", deepseek, "bfloat16")
     model = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     epload.save(model, tmp_path / "saved", dtype="float32")
     values = load_file(tmp_path / "saved" / "model.safetensors")
@@ -243,7 +225,7 @@ def test_a_save_in_a_wider_dtype(tmp_path: Path) -> None:
 
 
 def test_conversions_that_cannot_know_what_stays_in_float32_are_refused(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "float32", deepseek, "float32")
+    folder = save(tmp_path / "float32", deepseek, "float32")
     state = load_file(f"{folder}/model.safetensors")
     save_file({f"another.{name}": value for name, value in state.items()}, f"{folder}/model.safetensors")
     with pytest.raises(ValueError, match=r"no tensor of the checkpoint fits DeepseekV3ForCausalLM"):
@@ -271,6 +253,6 @@ def receive(rank: int, meeting: Meeting, folder: str) -> list[str]:
 
 
 def test_syncs(tmp_path: Path) -> None:
-    folder = saved(tmp_path, deepseek, "bfloat16")
+    folder = save(tmp_path, deepseek, "bfloat16")
     _, [[warning]] = run([Job(1, send_model, (partial(loaded, folder),)), Job(1, receive, (folder,))])
     assert "e_score_correction_bias" in warning

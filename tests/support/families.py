@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from support.pretrained import SIZES, config
@@ -34,6 +34,9 @@ class Family:
     @property
     def auto_class(self) -> Any:
         return getattr(transformers, self.auto)
+
+    def make(self) -> Any:
+        return self.auto_class.from_config(self.config(), dtype=torch.float32)
 
 
 def _known(kind: str, **options: Any) -> Callable[[], Any]:
@@ -74,29 +77,25 @@ EVERY_TIME = ("qwen3_moe", "deepseek_v3", "t5", "qwen3_fp8")
 """Families that ``make test`` runs."""
 
 
-def save(name: str, folder: Path) -> None:
-    """Saves a checkpoint of float32 values, quantized to fp8 if the family is, of a model of the family's dtype."""
-    family = FAMILIES[name]
-    torch.manual_seed(len(name))
-    model = family.auto_class.from_config(family.config(), dtype=torch.float32)
+def save(folder: Path, make: Callable[[], Any], dtype: str, block: int = 0) -> str:
+    """Saves a checkpoint of float32 values that narrower dtypes cannot hold, quantized to fp8 if there is a size of blocks, of a
+    model of the given dtype."""
+    torch.manual_seed(0)
+    model = make().float()
     with torch.no_grad():
-        for number, tensor in enumerate([*model.parameters(), *_persistent_buffers(model)]):
+        for tensor in model.state_dict().values():
             if tensor.is_floating_point():
-                tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)) * 0.1)
+                tensor.copy_(torch.randn(tensor.shape) * 0.1)
     model.save_pretrained(folder)
     path = folder / "config.json"
-    described = json.loads(path.read_text()) | {"dtype": family.dtype}
-    if family.block:
-        _quantize(folder / "model.safetensors", family.block)
+    described = json.loads(path.read_text()) | {"dtype": dtype}
+    if block:
+        _quantize(folder / "model.safetensors", block)
         described["quantization_config"] = {
-            "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [family.block] * 2,
+            "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [block] * 2,
         }  # fmt: skip
     path.write_text(json.dumps(described))
-
-
-def _persistent_buffers(model: nn.Module) -> list[Tensor]:
-    state = model.state_dict()
-    return [buffer for name, buffer in model.named_buffers() if name in state]
+    return str(folder)
 
 
 def _quantize(path: Path, block: int) -> None:

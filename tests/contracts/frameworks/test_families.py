@@ -54,6 +54,7 @@ def run(rank: int, name: str, folder: str) -> list[str]:
 
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_the_recipe_gives_what_from_pretrained_holds(name: str, world: int, tmp_path: Path) -> None:
-    families.save(name, tmp_path)
+    family = families.FAMILIES[name]
+    families.save(tmp_path, family.make, family.dtype, family.block)
     torch.save(expected_of(name, tmp_path), tmp_path / "expected.pt")
     assert ranks.run(world, run, name, str(tmp_path)) == [[]] * world
