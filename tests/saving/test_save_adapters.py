@@ -146,6 +146,22 @@ def unmerged_layer() -> Any:
     return model
 
 
+class LinearLora(nn.Linear):
+    """Stands for the layers of NeMo Automodel, torchtune and torchtitan, and of loralib, which may be merged."""
+
+    def __init__(self, merged: bool = False) -> None:
+        super().__init__(2, 2)
+        self.lora_A = nn.Linear(2, 1)
+        self.merged = merged
+
+
+class ExpertsLora(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_and_up_projs = nn.Parameter(torch.ones(2, 2, 2))
+        self.lora_gate_and_up_A = nn.Parameter(torch.ones(2, 2, 1))
+
+
 def prompted(make: Callable[..., Any], **options: Any) -> Any:
     return get_peft_model(base(), make(task_type="CAUSAL_LM", **options))
 
@@ -163,6 +179,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: prompted(AdaptionPromptConfig, adapter_len=3, adapter_layers=1),
         "has a prompt that is trained",
     ),
+    "a layer's own": (lambda: nn.Sequential(LinearLora()), "0 applies an adapter, lora_A, next to its base weights"),
+    "experts' own": (lambda: nn.Sequential(ExpertsLora()), "0 applies an adapter, lora_gate_and_up_A, next to its base weights"),
 }
 
 
@@ -171,6 +189,14 @@ def test_what_no_base_model_computes_is_refused(case: str, tmp_path: Path) -> No
     make, text = REFUSED[case]
     must_raise(epload.ModelMismatch, re.escape(text), epload.save, make(), tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("state", [lambda: LinearLora().state_dict(), lambda: LinearLora(merged=True)])
+def test_a_layers_own_lora_is_saved_with_its_base_weights(state: Callable[[], Any], tmp_path: Path) -> None:
+    epload.save(state(), tmp_path)
+    model = LinearLora()
+    epload.load(model, tmp_path)
+    assert_same(read_folder(tmp_path), model.state_dict())
 
 
 def merge_sharded(rank: int, folder: str) -> list[str]:

@@ -306,7 +306,12 @@ def names_added_by_adapters(model: nn.Module, names: Collection[str], computes: 
                 _check_merged(path, module)
             base_part[prefix] = f"{prefix}base_layer."
         elif not is_from_package(module, "peft"):
-            continue
+            if computes and (part := _own_lora(module)):
+                raise ModelMismatch(
+                    f"{path or 'the model'} applies an adapter, {part}, next to its base weights, which are not what the model "
+                    "computes with, and epload cannot merge it; pass a model in which it is merged, or save model.state_dict(), "
+                    "which has both as they are"
+                )
         elif computes and _is_prompt_tuned(module):
             raise ModelMismatch(
                 f"{path or 'the model'} has a prompt that is trained, which its base weights lack; save it with "
@@ -327,6 +332,14 @@ def names_added_by_adapters(model: nn.Module, names: Collection[str], computes: 
 def _is_prompt_tuned(module: Any) -> bool:
     configs = [getattr(module, "peft_config", {}).get(adapter) for adapter in _active(module)]
     return any(config and (config.is_prompt_learning or getattr(config, "is_adaption_prompt", False)) for config in configs)
+
+
+def _own_lora(module: nn.Module) -> str:
+    """Returns the name of the first matrix of LoRA that a layer of NeMo Automodel, torchtune or torchtitan applies next to base
+    weights of its own; empty if there is none. Layers of loralib may be merged."""
+    has_base = not all(name.startswith("lora_") for name in module._parameters)
+    names = (*module._parameters, *module._modules) if has_base and not getattr(module, "merged", False) else ()
+    return next((name for name in names if re.fullmatch(r"lora_(\w+_)?[Aa]", name)), "")
 
 
 def _check_merged(path: str, layer: Any) -> None:
