@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -216,10 +217,12 @@ def train(rank: int, folder: Path) -> list[str]:
             for bucket in group.buckets:
                 parts, steps = (shard_buffer(buffer, 2)[rank] for buffer in (bucket.param_data, bucket.grad_data))
                 parts.sub_(steps, alpha=0.1)
+    chunk.register_forward_pre_hook(lambda *unused: saved)  # no value yet
     outcomes = []
 
     def save_and_send() -> None:
-        for call in (lambda: epload.save(model, folder / "stale", names_from=folder), lambda: sender.send_weights(1)):
+        saves = [partial(epload.save, part, folder / "stale", names_from=folder) for part in (model, chunk)]
+        for call in (*saves, lambda: sender.send_weights(1)):
             with pytest.raises(epload.ModelMismatch) as caught:
                 call()
             outcomes.append(str(caught.value))
@@ -241,7 +244,7 @@ def train(rank: int, folder: Path) -> list[str]:
 def test_parameters_that_megatron_has_not_gathered_are_refused(tmp_path: Path) -> None:
     state = models.write_checkpoint("llama", tmp_path)
     for outcomes in ranks.run(2, train, tmp_path):
-        assert len(outcomes) == 5
+        assert len(outcomes) == 7
         assert all("start_param_sync(force_sync=True) on each DistributedDataParallel" in text for text in outcomes)
     saved = models.read_checkpoint(tmp_path / "saved")
     assert [name for name in state if torch.equal(saved[name], state[name])] == []

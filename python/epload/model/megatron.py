@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import CellType
 from typing import Any
 
 from torch import nn
@@ -46,7 +47,10 @@ class MegatronChunks(nn.ModuleList):
 
         Raises ModelMismatch if one is.
         """
-        for wrapper in self._wrappers:
+        # The hooks through which the wrapper waits before a forward pass know it where callers pass what is inside.
+        hooks = [hook for chunk in self for hook in chunk._forward_pre_hooks.values()]
+        owners = [cell.cell_contents for hook in hooks for cell in getattr(hook, "__closure__", None) or () if cell != CellType()]
+        for wrapper in (*self._wrappers, *(owner for owner in owners if hasattr(owner, "bucket_groups"))):
             if not getattr(getattr(wrapper, "ddp_config", None), "overlap_param_gather", False):
                 continue
             for group in (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups):
