@@ -214,6 +214,15 @@ def test_saves_and_conversions(make: Make, dtype: torch.dtype, tmp_path: Path) -
         assert expected.deberta.encoder.layer[0].attention.self.q_bias.dtype == torch.float32
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("kernel", ["some/kernel", "flash_attention_2"])
+def test_kernels_that_a_configuration_names_are_not_loaded(key: str, kernel: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "float32", deepseek, "float32")
+    config = Path(folder, "config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {key: kernel}))
+    epload.convert(folder, tmp_path / "narrow", dtype=torch.bfloat16)
+
+
 def test_a_save_in_a_wider_dtype(tmp_path: Path) -> None:
     folder = save(tmp_path / "bfloat16", deepseek, "bfloat16")
     model = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

@@ -342,7 +342,7 @@ def test_one_reads_what_others_may_not_see() -> None:
 
 
 def test_parts_of_strewn_rows_are_found_by_where_they_begin() -> None:
-    """As in a receiver whose model has rows of a checkpoint's tensor apart. All parts are not searched."""
+    """A receiver whose model has rows of a checkpoint's tensor apart has thousands of parts, which are not all searched."""
     steps = Reshape((3, 20, 2, 5)), Transpose(1, 2), Reshape((3, 40, 5))
     placed = place(Mapping(converts=(Convert(("^w$",), ("t",), steps),)), ["w"], [(3, 40, 5)], {"t": (3, 40, 5)})
     targets = Targets(["t"], layout=[0], dtypes=[torch.float32], layouts=[Layout((3, 40, 5), (), ())], coordinates=[()])

@@ -153,6 +153,12 @@ def links_of_leader(token: str, seconds: float = 30) -> dict[int, Link]:
     return connect_node(Tree([[0, 1]], 0), token, timedelta(seconds=seconds), lambda: None)
 
 
+def test_a_leader_that_may_open_no_more_files_says_so() -> None:
+    full = OSError(24, "Too many open files")
+    with mock.patch.object(socket.socket, "accept", side_effect=full), pytest.raises(LoadError, match="raise the limit on open"):
+        links_of_leader(uuid4().hex)
+
+
 def test_what_other_programs_send_is_ignored() -> None:
     token, connections = uuid4().hex, list[socket.socket]()
     message = struct.pack("<Q", 10) + b"view\0hello"

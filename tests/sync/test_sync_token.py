@@ -88,6 +88,13 @@ def test_a_store_behind_a_front_does_not_listen_where_others_reach_it() -> None:
         connect(("127.0.0.1", served.port), SOON, TOKEN)
 
 
+def test_the_store_of_another_sender_is_not_used() -> None:
+    """The name may still lead to the process before."""
+    first = serve(("127.0.0.1", 0), LIMIT, "")
+    with patch("epload.sync.store.TCPStore", return_value=first.store), pytest.raises(LoadError, match="to another sender"):
+        serve(("127.0.0.1", 0), LIMIT, "")
+
+
 def test_a_receiver_says_why_it_does_not_connect(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("epload.sync.store._WARN_SECONDS", 0.0)
     refused, full = ConnectionRefusedError(111, "Connection refused"), OSError(24, "Too many open files")
@@ -158,7 +165,7 @@ def test_a_port_in_use_is_an_error_under_torchrun_too(token: str, monkeypatch: p
 
 
 def test_a_token_of_another_type_is_refused() -> None:
-    with pytest.raises(TypeError, match="expected token to be a str, got 5"):
+    with pytest.raises(TypeError, match="expected token to be a str, got a int"):
         epload.WeightReceiver(build("plain", 1), "127.0.0.1:1", token=5)  # type: ignore[arg-type]
 
 

@@ -39,6 +39,8 @@ from epload.planning.schedule import READERS, WAVE_BYTES, buckets_per_wave, wave
 from epload.planning.traffic import traffic
 from epload.planning.waves import wave_bytes
 
+_EAGER = {"attn_implementation": "eager"}
+"""Options of models whose configuration may name a kernel, which would be downloaded."""
 _MAX_RANKS = 8
 """Largest number of ranks that are planned. They are spread evenly; others are taken to keep as much as the one before them."""
 AXES = ("replicate", "fsdp", "tp")
@@ -282,8 +284,8 @@ def _from_config(model: str, revision: str) -> Any:
     names = [name for name in config.architectures or () if hasattr(transformers, name)]
     with torch.device("meta"):
         if names:
-            return getattr(transformers, names[0])._from_config(config)
-        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            return getattr(transformers, names[0])._from_config(config, **_EAGER)
+        return transformers.AutoModelForCausalLM.from_config(config, **_EAGER)  # type: ignore[no-untyped-call]
 
 
 def _parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from epload.core.attempt import Attempt
+from epload.core.buffers import as_memoryview
 from epload.core.default_device import callers_default_device
 from epload.errors import LoadError, ModelMismatch
 from epload.loading.hints import unfilled_error
@@ -79,7 +80,7 @@ def _state(tensor: Tensor) -> tuple[int, bytes]:
     if not local.is_cpu or not local.numel():
         return _version(tensor), b""
     row = (local[(0,) * (local.ndim - 1)][:_SAMPLE] if local.ndim else local).detach().resolve_conj().resolve_neg()
-    return _version(tensor), row.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return _version(tensor), bytes(as_memoryview(row.contiguous()))
 
 
 def _version(tensor: Tensor) -> int:

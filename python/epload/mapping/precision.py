@@ -141,8 +141,9 @@ def _from_config(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
 
     kind = getattr(transformers, config["architectures"][0])
     decoded = kind.config_class._decode_special_floats(dict(config))  # such as {"__float__": "Infinity"}
-    model: nn.Module = kind._from_config(kind.config_class.from_dict(decoded), dtype=dtype)
-    return model
+    # The file may name a kernel, which would be downloaded.
+    made = kind._from_config(kind.config_class.from_dict(decoded), dtype=dtype, attn_implementation="eager")
+    return made
 
 
 def below_fp32_warning(targets: Targets) -> str:

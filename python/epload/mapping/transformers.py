@@ -334,7 +334,7 @@ def _output(tensors: dict[str, Any], pattern: str) -> Any:
 
 
 def _scopes(transform: Any) -> tuple[str, ...]:
-    if transform.scope_prefix is None:
+    if getattr(transform, "scope_prefix", None) is None:  # which is new in transformers 5.12
         return ()
     base, scope = (f"{prefix}." if prefix else "" for prefix in (transform.base_model_prefix, transform.scope_prefix))
     return (base + scope, scope)

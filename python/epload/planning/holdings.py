@@ -129,8 +129,8 @@ class Holdings:
 
     @cached_property
     def _along(self) -> dict[int, tuple[int, list[int], list[int], int]]:
-        """For each class of many parts: the dim along which most begin apart, where they begin there and their numbers,
-        both in that order, and the size of the longest."""
+        """The dim of each class of many parts along which most begin apart, where they begin there and their numbers, both in
+        that order, and the size of the longest."""
         index = {}
         for number, parts in enumerate(self.parts):
             if len(parts) > _FEW_PARTS and parts[0].box[0]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import socket
@@ -9,7 +10,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 
 from epload.core.log import logger
@@ -163,7 +163,7 @@ def _accept(address: str, token: str, tree: Tree, until: float, check: Callable[
                 names = list(missing.values())
                 raise LoadError(f"ranks {names} did not connect to rank {tree.rank} of their node in time; {_WAY_OUT}")
             warn(f"ranks {[*missing.values()]} of its node to connect")
-            with suppress(OSError):  # nobody has connected yet, or it is another program
+            try:
                 connection, _ = listener.accept()
                 connection.settimeout(_HELLO_SECONDS)
                 rank = missing.pop(connection.recv(len(_hello(token, 0)), socket.MSG_WAITALL), None)
@@ -171,4 +171,7 @@ def _accept(address: str, token: str, tree: Tree, until: float, check: Callable[
                     connection.close()
                 else:
                     links[rank] = Link(connection)
+            except OSError as error:  # nobody has connected yet, or it is another program
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise LoadError(f"rank {tree.rank}: {error.strerror}; raise the limit on open files (ulimit -n)") from error
     return links

@@ -38,7 +38,7 @@ PROTOCOL = 15
 """Changes with the messages between the two jobs."""
 Address = str | tuple[str, int]
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>[0-9]+)")
-_GREETING = "epload"
+_GREETING, _SENDERS = "epload", "senders"
 _GREETING_SECONDS = 60.0
 """Maximum seconds that a store that answers may take to identify itself."""
 _MAX_CALL = timedelta(seconds=60)
@@ -136,6 +136,10 @@ def serve(address: Address, timeout: timedelta, token: str | None = None) -> Ser
             f"the sender cannot serve {format_address(host, port)}: {message_of(error)}; pass a name of the machine of its first "
             "rank, and another port, or 0 for any"
         ) from error
+    if store.add(_SENDERS, 1) != 1:
+        if front is not None:
+            front.close()
+        raise LoadError(f"{format_address(host, port)} leads to another sender: pass an address of this process")
     store.set(_GREETING, _greeting())
     return ServedStore(store, port, front)
 

@@ -46,7 +46,7 @@ Connect = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Pipe]
 def resolve_token(token: str | None) -> str:
     """Returns the token, by default that of the environment; empty for none. Raises TypeError."""
     if token is not None and not isinstance(token, str):
-        raise TypeError(f"expected token to be a str, got {token!r}")
+        raise TypeError(f"expected token to be a str, got a {type(token).__name__}")
     return os.environ.get(ENVIRONMENT, "") if token is None else token
 
 
