@@ -1,7 +1,9 @@
 // Preloaded into a process: the files of one folder are on a store that takes a while for each request, whatever its size.
-// Notes the bytes of each request in a log.
+// Notes the bytes of each request in a log. For tests, positioned requests also fail or are short, if the environment says so
+// when they are made: SLOW_ERROR and SLOW_DIRECT_ERROR are an errno, SLOW_MOST a number of bytes.
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <stdint.h>
@@ -39,15 +41,21 @@ static int is_slow(int fd) {
   return length > (ssize_t)prefix && memcmp(path, folder, prefix) == 0 && path[prefix] == '/';
 }
 
-static void charge(int fd, size_t nbytes) {
+static int charge(int fd, size_t nbytes) {
   if (!is_slow(fd)) {
-    return;
+    return 0;
   }
   const uint64_t noted = nbytes;
   if (log_file >= 0 && write(log_file, &noted, sizeof(noted)) != sizeof(noted)) {
     abort();
   }
   nanosleep(&delay, NULL);
+  return 1;
+}
+
+static size_t setting(const char* name) {
+  const char* const value = getenv(name);
+  return value != NULL ? (size_t)atol(value) : 0;
 }
 
 static size_t total(const struct iovec* vectors, int count) {
@@ -66,7 +74,6 @@ static size_t total(const struct iovec* vectors, int count) {
 
 typedef ssize_t (*Read)(int, void*, size_t);
 typedef ssize_t (*Readv)(int, const struct iovec*, int);
-typedef ssize_t (*Pread)(int, void*, size_t, off_t);
 typedef ssize_t (*Preadv)(int, const struct iovec*, int, off_t);
 typedef ssize_t (*Preadv2)(int, const struct iovec*, int, off_t, int);
 
@@ -82,16 +89,31 @@ ssize_t readv(int fd, const struct iovec* vectors, int count) {
   return real(fd, vectors, count);
 }
 
-ssize_t pread(int fd, void* buffer, size_t nbytes, off_t offset) {
-  REAL(Pread, "pread")
-  charge(fd, nbytes);
-  return real(fd, buffer, nbytes, offset);
-}
-
 ssize_t preadv(int fd, const struct iovec* vectors, int count, off_t offset) {
   REAL(Preadv, "preadv")
-  charge(fd, total(vectors, count));
-  return real(fd, vectors, count, offset);
+  if (!charge(fd, total(vectors, count))) {
+    return real(fd, vectors, count, offset);
+  }
+  const size_t error = setting((fcntl(fd, F_GETFL) & O_DIRECT) != 0 ? "SLOW_DIRECT_ERROR" : "SLOW_ERROR");
+  if (error != 0) {
+    errno = (int)error;
+    return -1;
+  }
+  struct iovec some[count];
+  size_t left = setting("SLOW_MOST");
+  int used = 0;
+  for (left = left != 0 ? left : SIZE_MAX; used < count && left > 0; left -= some[used++].iov_len) {
+    some[used] = vectors[used];
+    if (some[used].iov_len > left) {
+      some[used].iov_len = left;
+    }
+  }
+  return real(fd, some, used, offset);
+}
+
+ssize_t pread(int fd, void* buffer, size_t nbytes, off_t offset) {
+  const struct iovec whole = {buffer, nbytes};
+  return preadv(fd, &whole, 1, offset);
 }
 
 ssize_t preadv2(int fd, const struct iovec* vectors, int count, off_t offset, int flags) {

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import epload
+import slow_store
 from campaigns.replaced import FILES, HOWS, READERS, Run, judged, outcomes_of, write
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Manifest
 from epload.checkpoint import object_store
@@ -28,12 +32,11 @@ from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
 from epload.loading import run as load_run
-from page_cache import cached
+from page_cache import cached, drop
 from support.checkpoint_kinds import SOURCES, folder_without_index, one_file, small_state, the_index_itself
-from support.checkpoints import State, assert_same, entry, header, index, make_cold, raw_bytes, read_all, tensor
-from support.failures import must_raise
+from support.checkpoints import State, assert_same, entry, header, index, raw_bytes, read_all, tensor
+from support.failures import error_of, must_raise
 from support.on_ranks import on_ranks
-from support.traced_reads import fill
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda f: f.__name__)
@@ -205,19 +208,49 @@ def test_a_damaged_file_is_refused_also_when_its_like_is_known(tmp_path: Path) -
         must_raise(CheckpointError, str(path), Checkpoint.open, path, known)
 
 
-@pytest.mark.parametrize("most", [1, 13, 100])
-def test_short_reads_are_continued(most: int, tmp_path: Path) -> None:
-    state = {f"t{i}": tensor(i, (17 + i,), torch.uint8) for i in range(6)}
-    path = one_file(tmp_path, state)
-    names, pieces, at = Checkpoint.open(path).manifest.names, [], 64
-    for number, name in enumerate(names):
-        pieces.append(Piece(number, 0, at, state[name].nbytes))
-        at += state[name].nbytes + 64
-    traced = fill(path, pieces, at, most=most)
-    assert not traced.error
-    for piece in pieces:
-        assert torch.equal(traced.buffer[piece.bucket_offset :][: piece.nbytes], state[names[piece.tensor]])
-    assert len(traced.requests) >= sum(value.nbytes for value in state.values()) / most
+REQUESTS = [
+    ("SLOW_MOST", 1), ("SLOW_MOST", 13), ("SLOW_MOST", 100), ("SLOW_ERROR", errno.EIO), ("SLOW_DIRECT_ERROR", 0),
+    ("SLOW_DIRECT_ERROR", errno.EINVAL),
+]  # fmt: skip
+"""Requests that are short, or fail. The last two go past the page cache, which the file system refuses or not."""
+
+
+def main(folder: Path, log: Path) -> None:
+    """Prints of each case the tensors that are wrong, the error, requests, and if the file is cached before and after."""
+    for name, value in REQUESTS:
+        cold = name == "SLOW_DIRECT_ERROR"
+        state = {f"t{i}": tensor(i, (1 << 20 if cold else 17 + i,), torch.uint8) for i in range(6)}
+        path = one_file(folder, state)
+        checkpoint, pieces, at = Checkpoint.open(path), list[Piece](), 64
+        for number, key in enumerate(checkpoint.manifest.names):
+            pieces.append(Piece(number, 0, at, state[key].nbytes))
+            at += state[key].nbytes + 64
+        checkpoint.configure_reads(cold)
+        drop(path)
+        in_memory = cached(path) > 0  # a file system that is its own cache
+        buffer, before = torch.zeros(at, dtype=torch.uint8), len(slow_store.requests(log))
+        os.environ[name] = str(value)
+        error = error_of(partial(checkpoint.fill, buffer, pieces))
+        del os.environ[name]
+        expected = [state[key] for key in checkpoint.manifest.names]
+        wrong = [p.tensor for p in pieces if not torch.equal(buffer[p.bucket_offset :][: p.nbytes], expected[p.tensor])]
+        print(json.dumps([wrong, error, len(slow_store.requests(log)) - before, in_memory, cached(path) > 0.9]))
+
+
+def test_requests_that_are_short_or_fail(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    environment = os.environ | slow_store.environment(store, tmp_path / "log", 0)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-m", __name__, store, tmp_path / "log"]
+    ran = subprocess.run(command, env=environment, check=True, timeout=120, stdout=subprocess.PIPE)
+    *short, (_, failed, *_), direct, refused = map(json.loads, ran.stdout.splitlines())
+    for (_, most), (wrong, error, requests, *_) in zip(REQUESTS, short, strict=False):
+        assert (wrong, error) == ([], "")
+        assert requests >= sum(range(17, 23)) / most
+    assert re.search(f"^CheckpointError: .*{store}/weights.safetensors.*Input/output error", failed), failed
+    assert direct[:2] == refused[:2] == [[], ""]
+    assert (direct[4], refused[4]) == (direct[3], True), "read past the cache unless the file system refuses"
 
 
 def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
@@ -235,25 +268,11 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
             must_raise(CheckpointError, re.escape(text), call)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_was_truncated_is_named(tmp_path: Path) -> None:
     path = one_file(tmp_path, {"a": tensor(1, (100,))})
-    traced = fill(path, [Piece(0, 0, 0, 400)], 400, error=errno.EIO)
-    assert str(path) in traced.error
-    assert "Input/output error" in traced.error
     checkpoint = Checkpoint.open(path)
     os.truncate(path, 150)
     must_raise(CheckpointError, f"{path} was truncated", read_all, checkpoint)
-
-
-@pytest.mark.parametrize("refused", [0, errno.EINVAL], ids=["read", "refused"])
-def test_a_cold_file_is_read_past_the_cache_unless_its_file_system_refuses(refused: int, tmp_path: Path) -> None:
-    large = tensor(1, (1 << 20,), torch.uint8)
-    path = one_file(tmp_path, {"a": large})
-    make_cold(path)
-    traced = fill(path, [Piece(0, 0, 0, 1 << 20)], 1 << 20, direct_error=refused)
-    assert traced.error == ""
-    assert torch.equal(traced.buffer, large)
-    assert (cached(path) > 0.9) == bool(refused)
 
 
 SAMPLE = [Run.of(seed) for seed in range(1000, 1006)]
@@ -407,3 +426,7 @@ def test_a_relative_path_stays_that_of_its_file(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "m.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"^m\.safetensors was removed"):
         epload.load(model, opened, progress=False)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
