@@ -426,7 +426,6 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "dtype": (_linear, {"dtype": 16}, r"expected dtype to be a floating-point dtype, .*bfloat16, fp64.*, got 16"),
     "dtypes": (_linear, {"dtype": {"weight": 2.5}}, r"expected dtype\['weight'\] to be .*, got 2\.5"),
     "patterns": (_linear, {"dtype": {0: "bf16"}}, "expected the keys of dtype as regular expressions, got 0"),
-    "verify": (_linear, {"verify": "full"}, "expected verify to be a bool, got 'full'; pass verify=True to prove"),
     "progress": (_linear, {"progress": "bar"}, "expected progress to be a bool, got 'bar'; pass progress=True to show it"),
     "bucket_bytes": (
         _linear, {"options": LoadOptions(bucket_bytes="500MB")}, r"bucket_bytes to be a number of bytes as an int.*got '500MB'"

@@ -116,8 +116,6 @@ def mistakes(rank: int, folder: Path) -> dict[str, Case]:
             {"model": Net(), "load": {"dtype": torch.bfloat16}},
         ),
         "src": ("ValueError", ["got 4", "[0, 1, 2, 3]"], {"loader": {"src": 4}}),
-        "readers": ("ValueError", ["readers", "per_node", "'nonsense'"], {"loader": {"readers": "nonsense"}}),
-        "algorithm": ("ValueError", ["algorithm", "two_level", "'nonsense'"], {"loader": {"algorithm": "nonsense"}}),
         "bucket_bytes": ("ValueError", ["bucket_bytes", "8"], {"loader": {"bucket_bytes": 8}}),
         "one bad reader": (
             CANNOT, [str(folder / "absent"), "rank 2"], nodes(source=folder / ("absent" if at_2 else "one.safetensors")),
