@@ -110,5 +110,3 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 if "torch" in sys.modules:
     import_module("epload.native.ops")
-    # Its functions have the job's group as a default: imported by another after init_process_group(), it would keep that one.
-    import_module("torch.distributed.nn.functional")

@@ -206,13 +206,13 @@ class Control(Rounds):
             return self.publish(f"{number}.0/", failure) or failure
         return failure
 
-    def abort(self, error: Exception) -> None:
-        """Fails the load that another thread is in, with only the error's text. Thread-safe."""
-        failure = Failure.of(error, self.rank)
-        if self.store is None:
-            self.notice(self.prefix, failure)
+    def abort(self, error: Exception, alone: bool = False) -> None:
+        """Fails the load that another thread is in, with only the error's text; ``alone``: also one of a single rank without a
+        store. Thread-safe."""
+        if alone and self.store is None:
+            self.notice(self.prefix, Failure.of(error, self.rank))
         with suppress(Exception):  # the store is lost, which all notice themselves, or was let go of
-            self.publish(self.prefix, failure)
+            self.publish(self.prefix, Failure.of(error, self.rank))
 
     def published_failure(self) -> Failure | None:
         """Returns the first failure that any rank has published in this load. Asks the store every tenth of a second at most."""
@@ -362,7 +362,8 @@ class Control(Rounds):
         """
         if self._is_alone():
             return dict(messages)
-        store = self.connection()
+        store = self.store
+        assert store is not None
         prefix, sent = f"{self.prefix}message/{what}", list[str]()
         for receiver, message in messages.items():
             sent += put(store, f"{prefix}/{self.rank}/{receiver}", message)

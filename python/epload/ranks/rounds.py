@@ -34,6 +34,8 @@ _MIN_POLL, _MAX_POLL, _MIN_POLL_PER_NODE = 0.002, 0.25, 1e-5
 """Minimum and maximum seconds between two looks at the store, and the minimum with very many nodes, for each of them."""
 OUTCOME_SECONDS = 2 * _MAX_POLL
 """Seconds after the last round within which all ranks have read its decision in the store."""
+FAILURE_SECONDS = 2.0
+"""Seconds within which all have read a failure there, also while they move data."""
 _MIN_SHARE, _MAX_SHARE, _SHARE_PER_NODE = 1 / 8, 1.0, 1 / 64
 """The time to the next look as a share of the time that a rank has waited: minimum, maximum, and growth with each node."""
 _WARN_SECONDS, _WARN_AGAIN = 10.0, 60.0

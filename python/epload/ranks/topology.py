@@ -11,6 +11,7 @@ from datetime import timedelta
 from operator import index
 
 import torch.distributed as dist
+from torch.distributed.nn import functional
 
 from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch, call_order_error
@@ -22,7 +23,7 @@ from epload.ranks.control import DESTROYED, Control
 from epload.ranks.group_cache import GroupCache
 from epload.ranks.membership import check_partition, first_difference, group_equal, machine_identity, membership
 from epload.ranks.rendezvous import rendezvous
-from epload.ranks.rounds import OUTCOME_SECONDS
+from epload.ranks.rounds import FAILURE_SECONDS, OUTCOME_SECONDS
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Topology:
         self.watched_groups = GroupCache(backends, control, watched=True) if has_watchdog else self.groups
         """Groups for operations that outlive the call that queues them."""
         if group is not None:
+            _forget_defaults()
             weakref.finalize(group, _let_go, weakref.ref(control)).atexit = False
         self._loaders = 0
         self.stale = False
@@ -207,12 +209,21 @@ _default_lock = threading.RLock()
 _is_discovering = False
 
 
+def _forget_defaults() -> None:
+    """Has functions of torch take the job's group when they are called. Those of this module keep that of when it is imported, as
+    by FSDP, for as long as the process runs."""
+    for function in vars(functional).values():
+        if defaults := getattr(function, "__defaults__", None):
+            function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
+
+
 def _let_go(reference: weakref.ref[Control]) -> None:
     """Lets go of the store of a group that was destroyed: as long as anything has it, torch serves the next job of this process
     from it, at the same address, where ranks then find keys of the last one."""
     if (control := reference()) is not None:
         if control.rank == control.coordinator and len(control.tree.nodes) > 1:
-            time.sleep(max(0.0, control.ended + OUTCOME_SECONDS - time.monotonic()))  # others may not have read the outcome
+            seconds = OUTCOME_SECONDS if control.failure is None else FAILURE_SECONDS
+            time.sleep(max(0.0, control.ended + seconds - time.monotonic()))  # others may not have read the outcome
         control.close()
 
 

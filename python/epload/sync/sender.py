@@ -381,10 +381,13 @@ class WeightSender(Endpoint):
     # ---- ending ----
 
     def __exit__(self, *error: object) -> None:
-        while error[1] is not None and self._sending is not None and not self._sending.done():  # it may wait for receivers
+        is_failure = isinstance(error[1], Exception | KeyboardInterrupt)
+        while is_failure and self._sending is not None and not self._sending.done():  # it may wait for receivers
             left = LoadError(f"rank {self.topology.rank} has left its WeightSender by {type(error[1]).__name__}")
-            for control in (self.topology.control, *([self._generation.control] if self._generation is not None else ())):
-                control.abort(left)
+            generation = self._generation
+            self.topology.control.abort(left, alone=True)
+            if generation is not None:
+                generation.control.abort(left)
             futures.wait([self._sending], _ABORT_SECONDS)
         super().__exit__(*error)
 
