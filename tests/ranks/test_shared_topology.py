@@ -240,6 +240,23 @@ def test_a_child_of_a_fork_takes_no_part_of_its_parent(rank: int) -> None:
     load(model, state, progress=False)
 
 
+def test_a_second_thread_of_one_process_leaves_the_load_of_the_first_alone() -> None:
+    """No ranks can have paired the two."""
+    refused, state = list[str](), {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+
+    class Meanwhile(Slow):
+        def fill(self, bucket: torch.Tensor, pieces: Any) -> None:
+            thread = threading.Thread(target=lambda: refused.append(error_of(lambda: load(torch.nn.Linear(3, 2), state))))
+            thread.start()
+            thread.join()
+            super().fill(bucket, pieces)
+
+    model = torch.nn.Linear(3, 2)
+    load(model, Meanwhile(state, 0.0), progress=False)
+    assert "by two threads of a process at once" in refused[0]
+    assert model.weight.eq(1).all()
+
+
 RUNS = 4
 APART = 0.02  # seconds between the two threads, which is less than a load takes
 WAYS = ("one loader", "one topology", "two topologies", "loaders made in the threads", "topologies made in the threads")
