@@ -296,13 +296,24 @@ def test_models_whose_layers_the_library_selects_while_it_loads_are_rejected() -
     must_be_refused(lambda: epload.load(model, main.state_dict(), strict=False), "ModelMismatch", "MtpModel.from_pretrained")
 
 
-def test_a_version_that_declares_no_conversions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions 4 have no such module; a model that needs no conversion can be loaded with them nevertheless."""
-    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+@pytest.mark.parametrize("lacking", ["a module", "a method"])
+def test_a_version_that_declares_too_little_is_named(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions 4 have no such module, and 5.0 no such method; a model that needs neither can be loaded with them nevertheless."""
     model = on_meta(partial(build, "qwen3_moe"))
-    must_be_refused(
-        lambda: from_model(model), "ModelMismatch", f"transformers {transformers.__version__} ", "mapping=epload.Mapping()"
+    if lacking == "a module":
+        monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    else:
+        monkeypatch.delattr(transformers.PreTrainedModel, "_get_dtype_plan")
+    texts = f"transformers {transformers.__version__} ", "5.19 to 5.24", "mapping=epload.Mapping()"
+    must_be_refused(lambda: epload.load(model, {"a": torch.ones(1)}), "ModelMismatch", *texts)
+
+
+def test_a_rename_of_a_version_without_scopes() -> None:
+    """Versions before 5.12 have none."""
+    stub = SimpleNamespace(
+        compiled_sources=re.compile("a"), target_patterns=["b"], rename_source_key=lambda name: (name.replace("a", "b"), None)
     )
+    assert rename_of(stub).apply(["a", "c"]) == ["b", "c"]
 
 
 def test_scales_of_activations_are_ignored() -> None:

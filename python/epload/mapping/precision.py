@@ -24,6 +24,7 @@ from epload.errors import ModelMismatch
 from epload.mapping.mapping import apply_renames
 from epload.mapping.place import Place, place
 from epload.mapping.resolve import from_model
+from epload.mapping.transformers import declarations
 from epload.mapping.wrappers import strip_wrappers, unwrap
 from epload.model.initialization import (
     diffusers_class,
@@ -189,8 +190,9 @@ def _pretrained_dtypes(
     for module, pairs in _pretrained_models(model, modules, targets.index):
         in_diffusers = is_diffusers(type(module))
         # What bfloat16 keeps in float32, float16 keeps too. A model of diffusers has no dtype but the requested one.
-        if requested is None and (in_diffusers or not module._get_dtype_plan(torch.float16)):
-            continue
+        with declarations():
+            if requested is None and (in_diffusers or not module._get_dtype_plan(torch.float16)):
+                continue
         members = [(inner, name, targets.index[name]) for inner, name in pairs]
         members = [member for member in members if dtypes.is_wide(targets.tensors[member[2]].dtype)]
         sizes: Counter[torch.dtype] = Counter()

@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingType
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count, takewhile
@@ -55,6 +56,22 @@ _SYMBOLIC: dict[Any, Callable[..., Any]] = {
 _SPLITS = {_aten.split.Tensor, _aten.split_with_sizes.default}
 
 
+@contextmanager
+def declarations() -> Iterator[None]:
+    """A context that asks the library for what it declares of a model. Raises ModelMismatch if this version of it lacks that."""
+    import transformers
+
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ModelMismatch(
+            f"transformers {transformers.__version__} does not declare the conversions of its models as versions {SUPPORTED[0]} "
+            f"to {SUPPORTED[1]} do ({error}); install one of these, or try a mapping, such as mapping=epload.Mapping() for a "
+            "checkpoint with the model's own names"
+        ) from error
+
+
+@declarations()
 def from_transformers(model: Any) -> Mapping:
     """Returns the conversion that the library declares for a transformers model without wrappers, whatever its architecture.
 
@@ -62,18 +79,9 @@ def from_transformers(model: Any) -> Mapping:
         ModelMismatch: the placement of a parameter is not where the library puts its elements; or a version of the library that
             declares no conversions.
     """
-    import transformers
-
-    try:
-        from transformers import PreTrainedModel
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter
-    except ImportError as error:
-        raise ModelMismatch(
-            f"transformers {transformers.__version__} does not declare the conversions of its models as versions {SUPPORTED[0]} "
-            f"to {SUPPORTED[1]} do ({error}); install one of these, or pass a mapping, such as mapping=epload.Mapping() for a "
-            "checkpoint with the model's own names"
-        ) from error
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
 
     if not isinstance(model, PreTrainedModel):  # a single layer, for which nothing is declared
         return Mapping()
