@@ -59,11 +59,11 @@ _SPLITS = {_aten.split.Tensor, _aten.split_with_sizes.default}
 @contextmanager
 def declarations() -> Iterator[None]:
     """A context that asks the library for what it declares of a model. Raises ModelMismatch if this version of it lacks that."""
-    import transformers
-
     try:
         yield
     except (ImportError, AttributeError) as error:
+        import transformers
+
         raise ModelMismatch(
             f"transformers {transformers.__version__} does not declare the conversions of its models as versions {SUPPORTED[0]} "
             f"to {SUPPORTED[1]} do ({error}); install one of these, or try a mapping, such as mapping=epload.Mapping() for a "
