@@ -402,6 +402,17 @@ def test_an_index_may_add_files_to_the_single_one(tmp_path: Path, caplog: pytest
         _file(tmp_path / "model.safetensors.index.json", json.dumps(listed).encode())
         assert_same(read_all(Checkpoint.open(tmp_path)), expected)
     must_raise(CheckpointError, "model.safetensors and an index of other files", open_weights, str(tmp_path))
+    stale = {"weight_map": dict.fromkeys((*_state(), "gone"), "model.safetensors")}
+    _file(tmp_path / "model.safetensors.index.json", json.dumps(stale).encode())
+    for read in (Checkpoint.open, open_weights):
+        assert_same(read_all(read(str(tmp_path))), _state())
+    save_file(_state(), tmp_path / "model_mtp.safetensors")
+    both = {"weight_map": {"weight": "model_mtp.safetensors", "bias": "model.safetensors"}}
+    _file(tmp_path / "model.safetensors.index.json", json.dumps(both).encode())
+    must_raise(
+        CheckpointError, "weight is both in model_mtp.safetensors and in .*: one is out of date", Checkpoint.open, tmp_path
+    )
+    (tmp_path / "model.safetensors.index.json").unlink()
     assert not caplog.records
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         _file(tmp_path / name)

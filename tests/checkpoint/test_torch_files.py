@@ -128,7 +128,9 @@ def test_two_state_dicts_in_one_file(wrapper: str, zipped: bool, tmp_path: Path)
     assert_same(read_all(Checkpoint.open(path)), both["state_dict"])
     for key in ("ema", "state_dict_ema"):  # which some programs load in place of the model's
         torch.save({"model": one, key: one, "schema": one}, path, _use_new_zipfile_serialization=zipped)
-        must_raise(CheckpointError, f"a state dict under each of 'model' and '{key}'; pass", Checkpoint.open, path)
+        must_raise(CheckpointError, f"a state dict under each of '{key}' and 'model'; pass", Checkpoint.open, path)
+        torch.save({"model": one, key: {"decay": tensor(1, (1,))}}, path, _use_new_zipfile_serialization=zipped)
+        assert_same(read_all(Checkpoint.open(path)), one)
 
 
 def test_a_dict_of_no_tensors(tmp_path: Path) -> None:

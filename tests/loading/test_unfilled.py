@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -132,7 +133,7 @@ def test_each_load_of_a_kept_loader_computes_buffers_that_no_checkpoint_has() ->
             assert torch.equal(frequencies, expected)
 
 
-def test_some_tensors_are_not_filled_where_others_hold_no_values() -> None:
+def test_some_tensors_are_not_filled_where_others_hold_no_values(tmp_path: Path) -> None:
     only = Mapping(only=(("a.weight", "a.weight"),))
     model = on_meta(Two)
     with pytest.raises(ModelMismatch, match=r"others hold no values yet: written\.weight"):
@@ -150,6 +151,8 @@ def test_some_tensors_are_not_filled_where_others_hold_no_values() -> None:
     assert load(model, both, mapping=only).unexpected_keys == ["written.weight"]
     assert model.a.weight.all()
     assert torch.equal(model.written.weight, kept)
+    with pytest.raises(ValueError, match="expected a mapping without only="):
+        epload.save(model, tmp_path / "part", mapping=only)
 
 
 class Two(nn.Module):

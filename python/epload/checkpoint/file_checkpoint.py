@@ -15,6 +15,7 @@ from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore, StoredFile
+from epload.checkpoint.file_sets import SINGLE
 from epload.checkpoint.manifest import Manifest, OpenFiles, StoredTensor, TensorLocations
 from epload.core.chunks import Chunks
 from epload.core.columns import column
@@ -59,8 +60,13 @@ class FileCheckpoint(Checkpoint):
         index, files = opened.index, opened.store.files
         chunks_of: dict[str, list[StoredTensor]] = {}
         for tensor in stored:
-            if index is None or index.places(tensor.name, files[tensor.file].name):
+            file = files[tensor.file]
+            if index is None or index.places(tensor.name, file.name):
                 chunks_of.setdefault(tensor.name, []).append(tensor)
+            elif file.name == SINGLE:  # which transformers reads whatever an index says
+                raise CheckpointError(
+                    f"{tensor.name} is both in {index.weight_map[tensor.name]} and in {file}: one is out of date"
+                )
         if index is not None:
             index.check_complete({*chunks_of, *ignored})
         shape_of = []

@@ -107,8 +107,8 @@ def choose(names: Collection[str], where: str, variant: str = "", read: Callable
     else:
         families = [_of_variant(family, variant) for family in (_TRANSFORMERS, _DIFFUSERS)]
         standard = [name for family in families for name in [*filter(names.__contains__, family)][:1]]
-        if standard[:1] == [SINGLE] and INDEX in names and f'"{SINGLE}"'.encode() in read(INDEX):
-            standard[0] = INDEX  # of the file and of another, as tools write it that add tensors to a model
+        if standard[:1] == [SINGLE] and INDEX in names and _adds_files(read(INDEX)):
+            standard[0] = INDEX
     standard += [DELTA] * (DELTA in names and not variant)
     of_ranks = [file_set for file_set in sets if _RANK_FILE.match(file_set.files[0])]
     if len(standard) + len(of_ranks) > 1:
@@ -171,6 +171,14 @@ def _weights_in_config(content: bytes) -> str:
     except (ValueError, LookupError, TypeError, RecursionError):
         return ""
     return name if isinstance(name, str) else ""
+
+
+def _adds_files(content: bytes) -> bool:
+    """Returns True for an index that lists :data:`SINGLE` and other files, as tools write it that add tensors to a model."""
+    try:
+        return {SINGLE} < {*json.loads(content)["weight_map"].values()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False
 
 
 def _of_variant(family: Sequence[str], variant: str) -> list[str]:

@@ -163,7 +163,9 @@ def _unwrapped(state: Any, file: StoredFile, path: str = "torch.load(FILE)") -> 
         raise CheckpointError(f"{file}: expected a dict of tensors, got a {type(state).__name__}")
     # A model may have a submodule of this name, but no file has its tensors both under it and in a nested dict.
     nested = [key for key in WRAPPERS if _has_tensors(state.get(key))]
-    nested += [key for key in state if nested and _AVERAGE.search(str(key)) and _has_tensors(state[key])]
+    for key in state if nested else ():
+        if _AVERAGE.search(str(key)) and _has_tensors(state[key]) and len(state[key]) >= len(state[nested[0]]):
+            nested.insert(0, key)
     if len(nested) > 1:
         raise CheckpointError(
             f"{file} has a state dict under each of {' and '.join(map(repr, nested))}; pass the one that is meant, e.g. "

@@ -336,9 +336,10 @@ def _is_prompt_tuned(module: Any) -> bool:
 
 def _own_lora(module: nn.Module) -> str:
     """Returns the name of the first matrix of LoRA that a layer of NeMo Automodel, torchtune or torchtitan applies next to base
-    weights of its own; empty if there is none. Layers of loralib may be merged."""
+    weights of its own; empty if there is none. Layers of loralib may be merged, those of torchtune disabled."""
     has_base = not all(name.startswith("lora_") for name in module._parameters)
-    names = (*module._parameters, *module._modules) if has_base and not getattr(module, "merged", False) else ()
+    is_applied = has_base and not any(vars(module).get(flag) for flag in ("merged", "disabled"))
+    names = (*module._parameters, *module._modules) if is_applied else ()
     return next((name for name in names if re.fullmatch(r"lora_(\w+_)?[Aa]", name)), "")
 
 

@@ -48,6 +48,10 @@ def check_names(model: nn.Module, mapping: AnyMapping, names_from: Any) -> None:
                 f"a {type(inner).__name__} has a {type(wrapped).__name__} as its module, whose names and configuration a "
                 "checkpoint needs; pass this module, or mapping=epload.Mapping() for the names of what is around it"
             )
+    if isinstance(mapping, Mapping) and mapping.only:
+        raise ValueError(
+            "expected a mapping without only=, which is for loads: a save has all tensors, a WeightSender its own only="
+        )
     own_rules = isinstance(mapping, Mapping) and (mapping.renames or mapping.converts)
     if own_rules and names_from is None and not isinstance(model, MegatronChunks):
         raise ValueError(

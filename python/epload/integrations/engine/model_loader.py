@@ -34,7 +34,9 @@ def open_weights(source: str) -> Checkpoint:
     """Opens a checkpoint. Raises CheckpointError, also if a folder has a set of weights that engines load in place of it."""
     checkpoint = Checkpoint.open(source)
     store = checkpoint._store
-    if store is not None and checkpoint.manifest.source == store.path_of(SINGLE) and INDEX in store.names([INDEX]):
+    if store is None or checkpoint.manifest.source != store.path_of(SINGLE) or INDEX not in store.names([SINGLE, INDEX]):
+        return checkpoint
+    if f'"{SINGLE}"'.encode() not in store.peek(INDEX):
         checkpoint.close()
         raise CheckpointError(f"{store} has {SINGLE} and an index of other files: delete that of the two which is out of date")
     return checkpoint
