@@ -6,6 +6,7 @@ failed raises :class:`LoadError` or one of its subclasses. Either way, every ran
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable, Mapping
 
@@ -95,6 +96,13 @@ def kind_of(error: BaseException) -> str:
 def is_known(error: BaseException) -> bool:
     """Returns True if the error is epload's own or a caller's mistake: its message suffices, without a class name or a stack."""
     return isinstance(error, LoadError) or (type(error).__name__ in _BY_NAME and not isinstance(error, MemoryError))
+
+
+def limit_hint(error: BaseException) -> str:
+    """Returns which limit to raise where no more files can be opened, as an end of a message; empty for other errors."""
+    of_process, of_machine = "the limit on open files (ulimit -n)", "the machine's limit on open files (sysctl fs.file-max)"
+    limit = {errno.EMFILE: of_process, errno.ENFILE: of_machine}.get(getattr(error, "errno", None) or 0, "")
+    return f"; raise {limit}" if limit else ""
 
 
 def message_of(error: BaseException) -> str:

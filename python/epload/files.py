@@ -6,6 +6,8 @@ import errno
 import os
 import stat
 
+from epload.errors import limit_hint
+
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -25,8 +27,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     except BlockingIOError:  # a regular file with a lease, whose holder the kernel gives time to release it
         fd = os.open(path, flags)
     except OSError as error:
-        if error.errno == errno.EMFILE:
-            error.strerror = f"{error.strerror}; raise the limit on open files (ulimit -n)"
+        error.strerror = f"{error.strerror}{limit_hint(error)}"
         raise
     try:
         _check(path, os.fstat(fd))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
 import socket
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from epload.core.log import logger
-from epload.errors import LoadError
+from epload.errors import LoadError, limit_hint
 from epload.ranks.tree import Tree
 
 _SIZE = struct.Struct("<Q")
@@ -172,6 +171,6 @@ def _accept(address: str, token: str, tree: Tree, until: float, check: Callable[
                 else:
                     links[rank] = Link(connection)
             except OSError as error:  # nobody has connected yet, or it is another program
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    raise LoadError(f"rank {tree.rank}: {error.strerror}; raise the limit on open files (ulimit -n)") from error
+                if hint := limit_hint(error):
+                    raise LoadError(f"rank {tree.rank}: {error.strerror}{hint}") from error
     return links

@@ -15,12 +15,11 @@ from contextlib import suppress
 
 from epload.core import threads
 from epload.core.log import logger
-from epload.errors import LoadError, RankExited, message_of
+from epload.errors import LoadError, RankExited, limit_hint, message_of
 from epload.ranks import heartbeat
 from epload.ranks.connection import FAILED, NodeConnection
 from epload.ranks.failure import Failure
 
-_ULIMIT_HINT = "raise the limit on open files (ulimit -n)"
 _FIRST_BEAT = 0.5
 """Seconds from the begin of a load to a rank's first heartbeat."""
 _LOOK_PER_NODE, _MAX_LOOK = 1 / 128, 1.5
@@ -70,8 +69,7 @@ class Watch:
             raise self._explain(error) from error
 
     def _explain(self, error: Exception) -> LoadError:
-        hint = f"; {_ULIMIT_HINT}" if isinstance(error, OSError) else ""
-        return LoadError(f"rank {self._node.rank} cannot watch over the other ranks: {message_of(error)}{hint}")
+        return LoadError(f"rank {self._node.rank} cannot watch over the other ranks: {message_of(error)}{limit_hint(error)}")
 
     def _run(self) -> None:
         node = self._node

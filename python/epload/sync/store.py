@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import socket
 import time
@@ -17,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from epload.core import threads
 from epload.core.log import logger
-from epload.errors import LoadError, message_of
+from epload.errors import LoadError, limit_hint, message_of
 from epload.native.extension import _C
 from epload.ranks.connection import keeping_alive
 from epload.sync.token import (
@@ -184,10 +183,8 @@ def connect(address: Address, timeout: timedelta, token: str | None = None) -> T
         except (OSError, RuntimeError) as error:
             if isinstance(error, LoadError):
                 raise
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                raise LoadError(
-                    f"no connection to {where}: {error.strerror}; raise the limit on open files (ulimit -n)"
-                ) from error
+            if hint := limit_hint(error):
+                raise LoadError(f"no connection to {where}: {message_of(error)}{hint}") from error
             if not token and _is_front(host, port):
                 raise _no_token(where) from error
             if time.monotonic() >= warns_at:
